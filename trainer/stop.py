@@ -1,0 +1,41 @@
+"""Turn SIGTERM and SIGINT into a flag that the training loop reads once per step; nothing more.
+
+Saving, agreeing with the other ranks and exiting live elsewhere: a signal handler that did any of it would interrupt a
+collective or a write at an arbitrary point.
+"""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stop:
+    """Remember the last stop signal that this process received.
+
+    Attributes:
+        signum: 0 until a signal came, then its number.
+    """
+
+    def __init__(self) -> None:
+        self.signum = 0
+
+    def install(self) -> None:
+        """Handle SIGTERM and SIGINT by setting the flag, from now on; call in the main thread."""
+        for signum in SIGNALS:
+            signal.signal(signum, self._receive)
+
+    def _receive(self, signum: int, frame: FrameType | None) -> None:
+        self.signum = signum
+
+
+def restore_defaults() -> None:
+    """Let SIGTERM and SIGINT end this process at once.
+
+    Used before the first step, where there is nothing to save and a rank may wait in native code (rendezvous) that no Python
+    handler could interrupt.
+    """
+    for signum in SIGNALS:
+        signal.signal(signum, signal.SIG_DFL)
