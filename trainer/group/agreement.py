@@ -1,0 +1,120 @@
+"""The agreement that rides beside every step: stop, not finite, data failed; the maximum over the ranks.
+
+It goes over gloo, also beside NCCL, is asked in one step and read in the next, so the training path waits for nobody (asking
+costs about 5 us). Deciding what to do with an answer is the loop's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from trainer.codes import DataError, Diverged
+from trainer.group.live import Group
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Say what the ranks have agreed on so far.
+
+    Attributes:
+        step: the last step that was answered, counted from 1; the first bad one once there is one.
+        stop: the highest stop signal that any rank received, or 0.
+        diverged: whether any rank's loss was not finite.
+        data_failed: whether any rank could not read its batch.
+    """
+
+    step: int = 0
+    stop: int = 0
+    diverged: bool = False
+    data_failed: bool = False
+
+    def raise_if_bad(self) -> None:
+        """Raise what ends all ranks: DataError (the rank that failed has said why) or Diverged."""
+        if self.data_failed:
+            raise DataError(f"a rank could not read its data at step {self.step}; its own line says which", shared=True)
+        if self.diverged:
+            line = f"the loss is not finite at step {self.step}; lower --lr, lengthen --warmup, or set --clip-norm"
+            raise Diverged(line, shared=True)
+
+
+@dataclass
+class _Question:
+    step: int
+    vector: torch.Tensor
+    work: dist.Work | None = None
+
+
+@dataclass
+class Agreement:
+    """Ask all ranks once per step, and read the answers one step later or, before a save, at once."""
+
+    group: Group
+    _asked: list[_Question] = field(default_factory=list)
+    _verdict: Verdict = field(default_factory=Verdict)
+    _on_device: list[tuple[torch.Tensor, torch.cuda.Event]] = field(default_factory=list)
+
+    def ask(self, *, step: int, stop: int, finite: torch.Tensor, data_failed: bool) -> None:
+        """Start the agreement of one step; every rank takes part, none waits.
+
+        `finite` is a boolean tensor on the device. From a GPU it is copied without waiting and rides in the first
+        question that is asked after it has arrived.
+        """
+        diverged = not bool(finite) if finite.device.type == "cpu" else self._arrived(finite)
+        vector = torch.tensor([stop, int(diverged), int(data_failed)], dtype=torch.int32)
+        self._asked.append(_Question(step, vector, self._reduce(vector)))
+
+    def _reduce(self, vector: torch.Tensor) -> dist.Work | None:
+        if not self.group.distributed:
+            return None
+        with self.group.waiting():
+            return dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=self.group.control, async_op=True)
+
+    def _arrived(self, finite: torch.Tensor) -> bool:
+        host = torch.empty((), dtype=torch.bool, pin_memory=True)
+        host.copy_(finite, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._on_device.append((host, event))
+        return self._collect(wait=False)
+
+    def _collect(self, *, wait: bool) -> bool:
+        diverged = False
+        while self._on_device and (wait or self._on_device[0][1].query()):
+            host, event = self._on_device.pop(0)
+            event.synchronize()
+            diverged = diverged or not bool(host)
+        return diverged
+
+    def previous(self) -> Verdict:
+        """Return all that is known up to the last question but one: it has had a whole step to arrive. Raises PeerLost."""
+        while len(self._asked) > 1:
+            self._take(self._asked.pop(0))
+        return self._verdict
+
+    def settled(self) -> Verdict:
+        """Return all up to the last question, waiting for it; on a GPU also for the device. Raises PeerLost."""
+        while self._asked:
+            last = self._asked.pop(0)
+            self._take(last)
+            if not self._asked and self.group.device.type == "cuda":
+                # The last losses may have been on their way when the ranks were asked: one more round, on all ranks alike.
+                vector = torch.tensor([0, int(self._collect(wait=True)), 0], dtype=torch.int32)
+                self._take(_Question(last.step, vector, self._reduce(vector)))
+        return self._verdict
+
+    def _take(self, question: _Question) -> None:
+        if question.work is not None:
+            with self.group.waiting():
+                question.work.wait()
+        stop, diverged, data_failed = question.vector.tolist()
+        known = self._verdict
+        bad = known.diverged or known.data_failed
+        self._verdict = Verdict(
+            step=known.step if bad else question.step,
+            stop=max(known.stop, stop),
+            diverged=known.diverged or bool(diverged),
+            data_failed=known.data_failed or bool(data_failed),
+        )
