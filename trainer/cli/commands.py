@@ -1,0 +1,137 @@
+"""The commands, and how an error becomes one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trainer import __version__, codes, log
+from trainer.cli import launching
+from trainer.cli.environment import read_environment
+from trainer.cli.options import Resolved, with_settings
+from trainer.cli.pages import config_page, settings_page
+from trainer.codes import TrainerError
+
+app = typer.Typer(
+    name="trainer",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train image classifiers with DistributedDataParallel, on one CPU or on many nodes, from the same command.",
+    epilog="Every option is also the variable TRAINER_<OPTION> and a key of a .env file: --lr is TRAINER_LR. "
+    "Command line before environment before .env file before default.",
+)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        print(f"trainer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and end.")
+    ] = False,
+    local_rank: Annotated[str | None, typer.Option("--local-rank", "--local_rank", hidden=True)] = None,
+) -> None:
+    pass
+
+
+@app.command(
+    help="Train a model: on every visible device of this machine, or as the launcher says that is found in the environment."
+)
+@with_settings
+def train(resolved: Resolved) -> int:
+    """Train a model."""
+    return launching.dispatch(resolved, command="train")
+
+
+@app.command(
+    "eval",
+    help="Evaluate a checkpoint, or a run's newest, on its test set. What the checkpoint says about the experiment holds; other options apply.",
+)
+@with_settings
+def evaluate(
+    resolved: Resolved,
+    target: Annotated[Path, typer.Argument(metavar="CHECKPOINT_OR_RUN", help="A checkpoint's or a run's folder.")],
+) -> int:
+    """Evaluate a checkpoint."""
+    return launching.dispatch(resolved, command="eval", target=target)
+
+
+@app.command("config", help="Show every setting, its value, and where it came from.")
+@with_settings
+def show_config(
+    resolved: Resolved,
+    reference: Annotated[
+        bool, typer.Option("--reference", help="Print the reference page of all settings instead (docs/settings.md).")
+    ] = False,
+) -> int:
+    """Show every setting."""
+    print(settings_page() if reference else config_page(resolved), end="")
+    return codes.OK
+
+
+@app.command(
+    "launch",
+    help="Show what is found in this environment: launcher, nodes, ranks, device, threads, address, and from which variables. Starts nothing.",
+)
+@with_settings
+def show_launch(resolved: Resolved) -> int:
+    """Show what was discovered."""
+    print(launching.describe_launch(resolved), end="")
+    return codes.OK
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code; every error that a person can cause is one line."""
+    args = list(sys.argv[1:] if arguments is None else arguments)
+    log.setup("text")
+    try:
+        _clean_environment()
+        # Not standalone: usage errors come out as exceptions, and are one line here instead of a box.
+        code: Any = typer.main.get_command(app).main(args=args, prog_name="trainer", standalone_mode=False)
+    except TrainerError as error:
+        log.error(str(error))
+        return error.code
+    except KeyboardInterrupt:
+        return codes.INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the last door: whatever it is, it becomes an exit code
+        return _usage_error(error)
+    return code if isinstance(code, int) else codes.OK
+
+
+def _usage_error(error: Exception) -> int:
+    # typer brings its own parser, whose exceptions are known by what they offer.
+    tell = getattr(error, "format_message", None)
+    if tell is None:
+        if type(error).__name__ == "Abort":
+            return codes.INTERRUPTED
+        traceback.print_exc()
+        return codes.UNEXPECTED
+    if type(error).__name__ == "NoArgsIsHelpError":
+        print(tell(), file=sys.stderr)
+        return codes.SETTING
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "trainer"
+    log.error(f"{' '.join(tell().split())} See `{path} --help`.")
+    return codes.SETTING
+
+
+def _clean_environment() -> None:
+    found = read_environment(os.environ)
+    for line in found.warnings:
+        log.warning(line)
+    for name in found.dropped:
+        del os.environ[name]
+    for name, text in found.values.items():
+        os.environ[f"TRAINER_{name.upper()}"] = text

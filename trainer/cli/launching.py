@@ -1,0 +1,304 @@
+"""From settings and environment to running ranks: in place, by the agent, or by torch.multiprocessing.spawn.
+
+Writes os.environ, from values that functions return, before torch is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer import agent, codes, devices, log, stop
+from trainer.cli.environment import AGENT_PID, STORE_FD
+from trainer.cli.options import Resolved
+from trainer.codes import SettingError, Stopped, TrainerError
+from trainer.launch import Node, Options, Rank, child_environment, describe, discover, find_idle_devices
+
+if TYPE_CHECKING:
+    import socket
+
+    from trainer.train import Start
+
+_STARTED = time.time()
+#: How long a rank may take to end by itself once another rank has published its end.
+_FAREWELL_SECONDS = 3.0
+
+
+def dispatch(resolved: Resolved, *, command: str, target: Path | None = None) -> int:
+    """Run `train` or `eval` in every rank that belongs here and return the exit code.
+
+    Raises:
+        SettingError: the launch is wrong, before anything was started.
+    """
+    config = resolved.config
+    place = _discover(resolved)
+    is_child = AGENT_PID in os.environ
+    log.setup(config.log_format, rank=place.rank if isinstance(place, Rank) and place.world_size > 1 else None)
+    if not is_child:
+        for line in _warnings(resolved, place):
+            log.warning(line)
+        log.info(describe(place))
+    for name, value in resolved.others.items():
+        os.environ.setdefault(name, value)
+    if isinstance(place, Rank):
+        _set_environment(_rank_environment(resolved, place.local_world_size or 1))
+        return run_rank(resolved, place, command=command, target=target, listen_fd=_store_fd())
+    if place.elastic is not None:
+        raise SettingError(
+            f"nodes {place.elastic.minimum}:{place.elastic.maximum} (elastic) cannot be started yet; give a fixed number with --nnodes"
+        )
+    processes = _count_processes(resolved, place)
+    _set_environment(_rank_environment(resolved, processes) | _single_node_environment(place, processes))
+    if place.launcher == "spawn":
+        return _spawn(resolved, place, processes=processes, command=command, target=target)
+    return _supervise(place, processes=processes, grace=config.grace)
+
+
+def _discover(resolved: Resolved) -> Rank | Node:
+    config = resolved.config
+    options = Options(
+        launcher=config.launcher,
+        nnodes=config.nnodes,
+        node_rank=config.node_rank,
+        nproc_per_node=config.nproc_per_node,
+        master_addr=config.master_addr,
+        master_port=config.master_port,
+        local_rank=resolved.local_rank,
+    )
+    return discover(os.environ, options)
+
+
+def _warnings(resolved: Resolved, place: Rank | Node) -> list[str]:
+    idle = find_idle_devices(place, devices=len(_visible(resolved)))
+    return [*resolved.warnings, *place.warnings, *([idle] if idle else [])]
+
+
+def _visible(resolved: Resolved) -> tuple[str, ...]:
+    return () if resolved.config.device == "cpu" else devices.visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _count_processes(resolved: Resolved, node: Node) -> int:
+    config, visible = resolved.config, _visible(resolved)
+    if config.device == "cuda" and not visible:
+        raise SettingError(
+            f"--device is cuda, but no GPU is visible: {_build()}; {devices.cuda_facts()}; use --device cpu or auto"
+        )
+    if config.strategy in ("single", "dp"):
+        if (node.processes or 1) > 1 or node.nodes > 1:
+            raise SettingError(
+                f"--strategy {config.strategy} is one process, but {node.nodes} x {node.processes or 1} were asked for; use --strategy ddp"
+            )
+        return 1
+    processes = node.processes or max(1, len(visible))
+    if visible:
+        devices.check_processes(processes, devices=len(visible), visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return processes
+
+
+def _build() -> str:
+    import importlib.metadata
+
+    return f"torch {importlib.metadata.version('torch')}"
+
+
+def _rank_environment(resolved: Resolved, local_ranks: int) -> dict[str, str]:
+    """Return the variables that must be there before a rank imports torch; what the user set stays."""
+    threads = devices.thread_count(local_ranks, user=os.environ.get("OMP_NUM_THREADS"), cpus=devices.usable_cpus())
+    # torch's native warnings come with a stack; the same events reach a person as our own lines.
+    wanted = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    if resolved.config.deterministic:
+        wanted["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    return wanted
+
+
+def _single_node_environment(node: Node, processes: int) -> dict[str, str]:
+    # A host's own name may resolve to nothing that gloo can use; within one host the loopback always works.
+    return {"GLOO_SOCKET_IFNAME": "lo"} if node.nodes == 1 and processes > 1 else {}
+
+
+def _set_environment(wanted: dict[str, str]) -> None:
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+
+
+def _store_fd() -> int | None:
+    text = os.environ.pop(STORE_FD, None)
+    return int(text) if text else None
+
+
+def _supervise(node: Node, *, processes: int, grace: float) -> int:
+    listener = agent.listen(node.master_addr) if node.nodes == 1 and node.master_port is None else None
+    environments = []
+    for index in range(processes):
+        environment = dict(os.environ) | _child_variables(node, index, processes=processes, listener=listener)
+        environment[AGENT_PID] = str(os.getpid())
+        if listener and index == 0:
+            environment[STORE_FD] = str(listener.fileno())
+        environments.append(environment)
+    command = [sys.executable, "-m", "trainer", *sys.argv[1:]]
+    return agent.supervise(
+        command, environments=environments, first_rank=node.node_rank * processes, grace=grace, listener=listener
+    )
+
+
+def _child_variables(node: Node, index: int, *, processes: int, listener: socket.socket | None) -> dict[str, str]:
+    port = listener.getsockname()[1] if listener else node.master_port
+    return child_environment(node, index, processes=processes, master_port=port)
+
+
+def run_rank(resolved: Resolved, rank: Rank, *, command: str, target: Path | None, listen_fd: int | None) -> int:
+    """Train or evaluate as one rank, in this process, and return its exit code."""
+    stop.restore_defaults()
+    try:
+        start = _start(resolved, rank, listen_fd)
+        from trainer import train  # imports torch, so after the environment is set
+
+        if command == "train":
+            train.run(start)
+        else:
+            assert target is not None
+            train.score(start, target)
+        return codes.OK
+    except Stopped as stopped:
+        log.info(f"stopped by {signal.Signals(stopped.signum).name}")
+        return _leave(stopped.code)
+    except TrainerError as error:
+        if not error.shared or rank.rank == 0:
+            log.error(str(error))
+        return _leave(error.code)
+    except Exception as error:  # noqa: BLE001 - the last door: whatever it is, it becomes an exit code
+        log.error(f"unexpected {type(error).__name__}: {error}")
+        traceback.print_exc()
+        return _leave(codes.UNEXPECTED)
+
+
+def _leave(code: int) -> int:
+    """End the process here if torch's threads are up: after a failure, tearing a broken group down may hang or abort."""
+    if "torch" in sys.modules and threading.active_count() > 1:
+        _exit_now(code)
+    return code
+
+
+def _exit_now(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _end_with_peer(code: int, line: str) -> None:
+    time.sleep(_FAREWELL_SECONDS)
+    log.error(line)
+    _exit_now(code)
+
+
+def _start(resolved: Resolved, rank: Rank, listen_fd: int | None) -> Start:
+    visible = _visible(resolved)
+    from trainer.train import Start
+
+    return Start(
+        config=resolved.config,
+        sources=resolved.sources,
+        rank=rank,
+        stop=stop.Stop(),
+        devices=visible,
+        cpus=devices.usable_cpus(),
+        cache_dir=_cache_dir(resolved),
+        listen_fd=listen_fd,
+        on_end=_end_with_peer,
+        unix_seconds=_STARTED,
+    )
+
+
+def _cache_dir(resolved: Resolved) -> Path | None:
+    if resolved.config.cache_dir is not None:
+        return resolved.config.cache_dir
+    if os.environ.get("XDG_CACHE_HOME"):
+        return Path(os.environ["XDG_CACHE_HOME"]) / "trainer"
+    # Not expanduser: without a home it would name a folder "~" in the working folder.
+    home = os.environ.get("HOME", "")
+    return Path(home) / ".cache" / "trainer" if home.startswith("/") else None
+
+
+def _spawn(resolved: Resolved, node: Node, *, processes: int, command: str, target: Path | None) -> int:
+    import torch.multiprocessing
+
+    listener = agent.listen(node.master_addr) if node.nodes == 1 and node.master_port is None else None
+    variables = [_child_variables(node, index, processes=processes, listener=listener) for index in range(processes)]
+    arguments = (resolved, variables, command, target, listener)
+    context = torch.multiprocessing.start_processes(
+        _spawned, args=arguments, nprocs=processes, join=False, start_method="spawn"
+    )
+    assert context is not None
+    if listener:
+        listener.close()
+    ends, first_rank = agent.Ends(), node.node_rank * processes
+
+    def forward(signum: int, frame: object) -> None:
+        ends.stop = ends.stop or signum
+        for process in context.processes:
+            if process.is_alive():
+                os.kill(process.pid, signum)
+
+    for signum in stop.SIGNALS:
+        signal.signal(signum, forward)
+    try:
+        while not context.join(grace_period=resolved.config.grace):
+            pass
+    except torch.multiprocessing.ProcessExitedException as error:
+        ends.add(first_rank + error.error_index, codes.from_process(error.exit_code))
+    for index, process in enumerate(context.processes):
+        ends.add(first_rank + index, codes.from_process(process.exitcode or 0))
+    return ends.code
+
+
+def _spawned(
+    index: int,
+    resolved: Resolved,
+    variables: list[dict[str, str]],
+    command: str,
+    target: Path | None,
+    listener: socket.socket | None,
+) -> None:
+    os.environ.update(variables[index])
+    rank = discover(os.environ, Options(launcher="env"))
+    assert isinstance(rank, Rank)
+    log.setup(resolved.config.log_format, rank=rank.rank)
+    descriptor = listener.detach() if listener and rank.rank == 0 else None
+    _exit_now(run_rank(resolved, rank, command=command, target=target, listen_fd=descriptor))
+
+
+def describe_launch(resolved: Resolved) -> str:
+    """Return what was discovered in this environment, a fact a line. Raises SettingError."""
+    place = _discover(resolved)
+    visible = _visible(resolved)
+    rows = [("launcher", place.launcher), ("discovered", describe(place))]
+    if isinstance(place, Node):
+        processes = (
+            _count_processes(resolved, place) if place.elastic is None else place.processes or max(1, len(visible))
+        )
+        rows += [
+            ("nodes", f"{place.nodes}, this is node {place.node_rank}"),
+            ("ranks", f"{processes} on this node, {place.nodes * processes} in all"),
+        ]
+    else:
+        processes = place.local_world_size or 1
+        rows += [("rank", f"{place.rank} of {place.world_size}, local rank {place.local_rank}")]
+        if visible:
+            rows += [("device", f"cuda:{devices.device_index(place.local_rank, len(visible))}")]
+    port = "any free port" if place.master_port is None else str(place.master_port)
+    threads = devices.thread_count(processes, user=os.environ.get("OMP_NUM_THREADS"), cpus=devices.usable_cpus())
+    rows += [
+        ("devices", ", ".join(visible) if visible else f"cpu ({devices.cuda_facts()})"),
+        ("threads", f"{threads} per rank, of {devices.usable_cpus()} usable CPUs"),
+        ("address", f"{place.master_addr}, {port}"),
+        ("read from", ", ".join(place.found) or "no launch variables"),
+        *(("warning", line) for line in _warnings(resolved, place)),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "".join(f"{name:<{width}}  {value}\n" for name, value in rows)
