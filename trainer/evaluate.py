@@ -1,0 +1,84 @@
+"""Score a model on a test set; used by train and eval alike.
+
+Every sample is counted once, whatever the number of ranks: nothing is padded, sums and counts are added up. What a score is
+used for, and when, is decided by the callers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainer import log
+from trainer.codes import Stopped
+from trainer.data import Batch
+from trainer.group import Agreement, Group
+
+Prepare = Callable[[Batch], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Hold the sums of one evaluation.
+
+    Attributes:
+        loss: mean cross-entropy over the samples, natural logarithm, without label smoothing.
+        accuracy, top5: parts of the samples, 0 to 1; top5 counts the best min(5, classes) answers.
+        samples: how many samples were counted.
+    """
+
+    loss: float
+    accuracy: float
+    top5: float
+    samples: int
+
+
+def evaluate(
+    model: nn.Module, batches: Iterator[Batch], *, group: Group, prepare: Prepare, stop: Callable[[], int]
+) -> Score:
+    """Score `model` (unwrapped, the same on every rank) on this rank's `batches` and add up over all ranks.
+
+    Every rank must bring the same number of batches; they may be empty. `prepare` turns a batch into (inputs, labels)
+    on the device; `stop` returns the stop signal that this rank received, or 0.
+
+    Raises:
+        Stopped: the ranks agreed to stop; nothing is scored.
+        DataError: a rank could not read its data.
+        PeerLost: a rank did not take part.
+    """
+    model.eval()
+    sums = torch.zeros(4, dtype=torch.float64, device=group.device)
+    agreement = Agreement(group)
+    fine = torch.tensor(True)
+    for number, batch in enumerate(batches, start=1):
+        if batch.error:
+            log.error(batch.error)
+        agreement.ask(step=number, stop=stop(), finite=fine, data_failed=bool(batch.error))
+        if len(batch.labels):
+            sums += _count(model, *prepare(batch))
+        verdict = agreement.previous()
+        if verdict.stop:
+            break
+    verdict = agreement.settled()
+    verdict.raise_if_bad()
+    if verdict.stop:
+        raise Stopped(verdict.stop)
+    loss, right, right5, samples = group.sum(sums).tolist()
+    model.train()
+    if not samples:
+        return Score(loss=0.0, accuracy=0.0, top5=0.0, samples=0)
+    return Score(loss=loss / samples, accuracy=right / samples, top5=right5 / samples, samples=int(samples))
+
+
+@torch.no_grad()
+def _count(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = model(inputs).float()
+    ranked = logits.topk(min(5, logits.shape[1]), dim=1).indices
+    hits = ranked == labels[:, None]
+    loss = F.cross_entropy(logits, labels, reduction="sum")
+    counts = [loss, hits[:, 0].sum(), hits.sum(), torch.tensor(len(labels), device=loss.device)]
+    return torch.stack([count.to(torch.float64) for count in counts])

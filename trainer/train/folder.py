@@ -1,0 +1,112 @@
+"""A run's folder: its name, what it records, whether it is finished, and whether it fits the settings given now.
+
+Only rank 0 touches it. Checkpoints inside it are `checkpoint.py`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.codes import CheckpointError, SettingError
+from trainer.config import Config, Scalar, experiment, settings
+
+CONFIG, SUMMARY, CHECKPOINTS = "config.json", "summary.json", "checkpoints"
+
+
+def plain(value: Scalar) -> Scalar:
+    """Return a setting's value as JSON holds it."""
+    return str(value) if isinstance(value, Path) else value
+
+
+def open_folder(config: Config, *, sources: Mapping[str, str]) -> Path:
+    """Make or reopen this run's folder.
+
+    Raises:
+        SettingError: it cannot be written, belongs to another experiment, or has checkpoints that --resume never forbids to use.
+    """
+    if config.run_name is not None:
+        folder = config.runs_dir / config.run_name
+        _check_fits(config, folder)
+    else:
+        folder = config.runs_dir / _new_name(config)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(
+            folder / CONFIG,
+            {
+                name: {"value": plain(getattr(config, name)), "source": sources.get(name, "default")}
+                for name in settings()
+            },
+        )
+    except OSError as error:
+        raise SettingError(
+            f"the run folder {folder} cannot be written ({error.strerror}, as uid {os.getuid()}); choose another with --runs-dir"
+        ) from error
+    return folder
+
+
+def _new_name(config: Config) -> str:
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.dataset}-{config.model}".replace(":", "-").replace("/", "-")
+    names = (stem if number == 1 else f"{stem}-{number}" for number in range(1, 1000))
+    return next(name for name in names if not (config.runs_dir / name).exists())
+
+
+def _check_fits(config: Config, folder: Path) -> None:
+    if config.resume == "never" and (folder / CHECKPOINTS).exists() and any((folder / CHECKPOINTS).iterdir()):
+        raise SettingError(
+            f"--resume is never, but {folder} has checkpoints; choose another --run-name, or --resume auto"
+        )
+    if (folder / CHECKPOINTS).exists() or (folder / SUMMARY).exists():
+        check_same(
+            config, {name: item["value"] for name, item in read_json(folder / CONFIG).items()}, where=str(folder)
+        )
+
+
+def check_same(config: Config, saved: Mapping[str, Any], *, where: str) -> None:
+    """Check that every experiment setting equals the saved one.
+
+    Raises:
+        SettingError: one differs; the line names it with both values.
+    """
+    for name, value in experiment(config).items():
+        if name in saved and saved[name] != plain(value):
+            raise SettingError(
+                f"{settings()[name].flag} is {plain(value)!r}, but {where} was made with {saved[name]!r}; "
+                "give that value, or another --run-name for a new run"
+            )
+
+
+def is_finished(folder: Path) -> bool:
+    """Tell whether the run has ended well."""
+    return (folder / SUMMARY).exists()
+
+
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Write the run's receipt, whose presence means that it is finished."""
+    _write(folder / SUMMARY, summary)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read one of the run's JSON files. Raises CheckpointError naming it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); it is written when a run starts") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return found
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    temporary = path.with_name(f".tmp-{path.name}")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

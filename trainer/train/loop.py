@@ -1,0 +1,174 @@
+"""One step, and the loop over the steps: what a reader should see in order, with the collectives visible.
+
+There are no hooks: in data-parallel training the order of the collectives across ranks is the program's correctness.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer import log
+from trainer.codes import Stopped
+from trainer.config import Config
+from trainer.data import Batch
+from trainer.evaluate import Prepare, Score
+from trainer.group import Agreement, Group
+from trainer.optim import lr_at, set_lr
+from trainer.stop import Stop
+from trainer.train.meter import Meter
+from trainer.train.plan import Plan
+
+
+@dataclass
+class State:
+    """Hold what a step changes.
+
+    Attributes:
+        model: the plain model, which is saved and evaluated.
+        network: what a step calls: the model, or a wrapper around it.
+        step: optimizer steps done.
+        score: the last evaluation, with the step it was made at.
+    """
+
+    model: nn.Module
+    network: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: int = 0
+    score: Score | None = None
+    scored_at: int = 0
+
+
+@dataclass(frozen=True)
+class Update:
+    """Do one optimizer step; holds what is the same in all of them."""
+
+    config: Config
+    plan: Plan
+    group: Group
+    prepare: Prepare
+
+    def __call__(self, state: State, batch: Batch) -> torch.Tensor:
+        """Take one step on this rank's part of a global batch and return its loss, 0-d, on the device.
+
+        The loss is (sum over the rank's samples) x world / B: DDP's mean over the ranks then is the exact mean over the
+        global batch, also where the ranks' parts differ in size. DDP's all-reduce is the collective in here.
+        """
+        reseed(self.config.seed, rank=self.group.rank, step=state.step)
+        set_lr(state.optimizer, self.learning_rate(state.step))
+        inputs, labels = self.prepare(batch)
+        loss = torch.zeros((), device=self.group.device)
+        for part, is_last in _micro_batches(inputs, labels, self.plan.micro_batches):
+            with _no_sync(state.network, when=not is_last):
+                part_loss = self._loss(state.network, *part)
+                part_loss.backward()
+            loss += part_loss.detach()
+        if self.config.clip_norm is not None:
+            nn.utils.clip_grad_norm_(state.model.parameters(), self.config.clip_norm)
+        state.optimizer.step()
+        state.optimizer.zero_grad(set_to_none=True)
+        state.step += 1
+        return loss
+
+    def _loss(self, network: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with autocast(self.config, self.group.device):
+            logits = network(inputs)
+        smoothing = self.config.label_smoothing
+        total = F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=smoothing)
+        return total * (self.group.world / self.plan.global_batch)
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of step `step`, counted from 0."""
+        config, plan = self.config, self.plan
+        return lr_at(step, steps=plan.steps, peak=config.lr, warmup_steps=plan.warmup_steps, schedule=config.schedule)
+
+
+def fit(
+    state: State,
+    batches: Iterator[Batch],
+    *,
+    update: Update,
+    stop: Stop,
+    meter: Meter,
+    evaluate: Callable[[], Score],
+    save: Callable[[], None],
+) -> None:
+    """Train from `state.step` to the end of the plan; every rank runs the same steps.
+
+    Raises:
+        Stopped: the ranks agreed on a stop signal; the state is saved.
+        Diverged, DataError: on all ranks; nothing of the bad step is saved.
+        PeerLost: a rank did not take part.
+    """
+    plan, group = update.plan, update.group
+    agreement = Agreement(group)
+    while state.step < plan.steps:
+        group.where = f"step {state.step + 1}"
+        with meter.time("data"):
+            batch = next(batches)
+        if batch.error:
+            log.error(batch.error)  # the step goes on with an empty picture, so that no peer waits; all end below
+        with meter.time("compute"), group.waiting():
+            loss = update(state, batch)
+        agreement.ask(step=state.step, stop=stop.signum, finite=torch.isfinite(loss), data_failed=bool(batch.error))
+        meter.step(loss, step=state.step)
+        verdict = agreement.previous()
+        verdict.raise_if_bad()
+        evaluates, saves = plan.evaluates_after(state.step), plan.saves_after(state.step)
+        if verdict.stop or evaluates or saves:
+            # Waits for this step's flags on all ranks: nothing is scored or saved from a step that is not known to be good.
+            verdict = agreement.settled()
+            verdict.raise_if_bad()
+        if plan.logs_after(state.step):
+            meter.log(step=state.step, learning_rate=update.learning_rate(state.step - 1))
+        signum = verdict.stop
+        if evaluates and not signum:
+            group.where = f"the evaluation after step {state.step}"
+            try:
+                with meter.time("evaluate"):
+                    state.score, state.scored_at = evaluate(), state.step
+            except Stopped as stopped:
+                signum = stopped.signum
+        if signum or saves:
+            with meter.time("save"):
+                save()  # rank 0 writes; the others go on to the next collective
+        if signum:
+            raise Stopped(signum)
+
+
+def reseed(seed: int, *, rank: int, step: int) -> None:
+    """Seed the device's generators for one step: dropout is a function of (seed, rank, step), so a resume draws the same."""
+    value = (seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03 + rank * 0x8CB92BA72F3D8DD7 + 1) & (2**63 - 1)
+    torch.default_generator.manual_seed(value)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(value)
+
+
+def autocast(config: Config, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Return the context in which forward runs at the configured precision."""
+    if config.precision == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+Part = tuple[tuple[torch.Tensor, torch.Tensor], bool]
+
+
+def _micro_batches(inputs: torch.Tensor, labels: torch.Tensor, count: int) -> Iterator[Part]:
+    """Split evenly into at most `count` parts; a rank with fewer samples than parts has fewer, and each one a last."""
+    count = min(count, len(labels))
+    parts = zip(inputs.tensor_split(count), labels.tensor_split(count), strict=True)
+    for number, part in enumerate(parts, start=1):
+        yield part, number == count
+
+
+def _no_sync(network: nn.Module, *, when: bool) -> contextlib.AbstractContextManager[object]:
+    if when and isinstance(network, DistributedDataParallel):
+        return network.no_sync()
+    return contextlib.nullcontext()

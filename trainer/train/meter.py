@@ -1,0 +1,84 @@
+"""Where a rank's time goes, and what is told of it: the log line per interval and the numbers of the final table."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import torch
+
+from trainer import log
+from trainer.group import Group
+from trainer.progress import Live, duration
+from trainer.train.plan import Plan
+
+KINDS = ("data", "compute", "evaluate", "save")
+
+
+class Meter:
+    """Add up seconds, steps and losses of one rank."""
+
+    def __init__(self, plan: Plan, group: Group, *, start: int, live: Live) -> None:
+        self.seconds = dict.fromkeys(KINDS, 0.0)
+        self.first_step_unix_seconds: float | None = None
+        self.steps = 0
+        self.loss = float("nan")
+        self._plan, self._group, self._live = plan, group, live
+        self._began = time.monotonic()
+        self._loss_sum = torch.zeros((), device=group.device)
+        self._last: torch.Tensor | None = None
+        self._interval_step, self._interval_began = start, self._began
+        self._paused = 0.0
+
+    @contextlib.contextmanager
+    def time(self, kind: str) -> Iterator[None]:
+        """Count the time spent inside as `kind`."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[kind] += time.monotonic() - began
+
+    @property
+    def total_seconds(self) -> float:
+        """Return the seconds since the first step was about to begin."""
+        return time.monotonic() - self._began
+
+    @property
+    def samples(self) -> int:
+        """Return how many training samples all ranks have used since this start."""
+        return self.steps * self._plan.global_batch
+
+    def throughput(self) -> float:
+        """Return training samples per second over all ranks, evaluation and saving left out."""
+        busy = self.seconds["data"] + self.seconds["compute"]
+        return self.samples / busy if busy else 0.0
+
+    def step(self, loss: torch.Tensor, *, step: int) -> None:
+        """Take note of one step's loss, which stays on the device."""
+        self.steps += 1
+        self._loss_sum += loss
+        self._last = loss
+        if self.first_step_unix_seconds is None:
+            self.first_step_unix_seconds = time.time()
+        self._live.update(step=step, steps=self._plan.steps)
+
+    def log(self, *, step: int, learning_rate: float) -> None:
+        """Log the interval that ends here; the one sync with the device, and a mean over all ranks."""
+        assert self._last is not None
+        count = max(1, step - self._interval_step)
+        interval = self._group.mean(torch.stack([self._loss_sum / count, self._last]))
+        mean, self.loss = interval.tolist()
+        pauses = self.seconds["evaluate"] + self.seconds["save"]
+        seconds = max(1e-9, time.monotonic() - self._interval_began - (pauses - self._paused))
+        rate = count * self._plan.global_batch / seconds
+        left = (self._plan.steps - step) * seconds / count
+        self._live.update(step=step, steps=self._plan.steps, loss=mean, rate=rate, left_seconds=left)
+        if not self._live.shown:
+            line = f"step {step}/{self._plan.steps} loss {mean:.4f} lr {learning_rate:.4g} {rate:.0f} samples/s left {duration(left)}"
+            log.info(
+                line, step=step, loss=mean, learning_rate=learning_rate, samples_per_second=rate, left_seconds=left
+            )
+        self._loss_sum.zero_()
+        self._interval_step, self._interval_began, self._paused = step, time.monotonic(), pauses

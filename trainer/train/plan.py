@@ -1,0 +1,85 @@
+"""What happens at which step: pure functions of the step, the settings and the size of the data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trainer.codes import SettingError
+from trainer.config import Config
+from trainer.data import total_steps
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Hold the numbers that a run's steps follow.
+
+    Attributes:
+        steps: optimizer steps of the whole run.
+        samples: size of the training set, n.
+        global_batch: samples per step over all ranks, B.
+        micro_batches: forward and backward passes per step, the same on every rank.
+        smallest: fewest samples that any rank passes through the model at once.
+        warmup_steps: steps in which the learning rate rises.
+        eval_every, checkpoint_every, log_every: steps between the events; 0 as in the settings' help.
+    """
+
+    steps: int
+    samples: int
+    global_batch: int
+    micro_batches: int
+    smallest: int
+    warmup_steps: int
+    eval_every: int
+    checkpoint_every: int
+    log_every: int
+
+    @property
+    def epochs(self) -> float:
+        """Return how often the run uses the training set."""
+        return self.steps * self.global_batch / self.samples
+
+    def evaluates_after(self, step: int) -> bool:
+        """Tell whether an evaluation follows step number `step` (counted from 1): each epoch's end, or every N steps."""
+        if step == self.steps:
+            return True
+        if self.eval_every:
+            return step % self.eval_every == 0
+        epoch = step * self.global_batch // self.samples
+        return epoch >= 1 and math.ceil(epoch * self.samples / self.global_batch) == step
+
+    def saves_after(self, step: int) -> bool:
+        """Tell whether a checkpoint follows step number `step`."""
+        return step == self.steps or (self.checkpoint_every > 0 and step % self.checkpoint_every == 0)
+
+    def logs_after(self, step: int) -> bool:
+        """Tell whether a log line follows step number `step`."""
+        return step == self.steps or step % self.log_every == 0
+
+
+def make_plan(config: Config, *, samples: int, world: int) -> Plan:
+    """Work out a run's plan for a training set of `samples` and `world` ranks.
+
+    Raises:
+        SettingError: the global batch is smaller than the number of ranks.
+    """
+    batch = config.global_batch_size
+    if batch < world:
+        raise SettingError(
+            f"--global-batch-size is {batch}, but there are {world} ranks, and each needs a sample; raise it to {world} or more"
+        )
+    steps = config.steps or total_steps(config.epochs, n=samples, global_batch=batch)
+    most = math.ceil(batch / world)
+    micro = math.ceil(most / config.device_batch_size) if config.device_batch_size else 1
+    fewest = batch // world
+    return Plan(
+        steps=steps,
+        samples=samples,
+        global_batch=batch,
+        micro_batches=micro,
+        smallest=max(1, fewest // micro),
+        warmup_steps=round(config.warmup * steps),
+        eval_every=config.eval_every,
+        checkpoint_every=config.checkpoint_every,
+        log_every=config.log_every,
+    )

@@ -1,0 +1,256 @@
+"""Assemble a training run: the one place that knows every part."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer import log, optim
+from trainer.checkpoint import weights_digest
+from trainer.codes import SettingError
+from trainer.config import Config
+from trainer.data import DataSet, auto_workers, load, test_batches, train_batches
+from trainer.evaluate import Score, evaluate
+from trainer.group import Group, Meeting, alone, connect
+from trainer.models import build_model, check_batchnorm, sync_batchnorm
+from trainer.progress import Live, duration, table
+from trainer.train import folder as folders
+from trainer.train.loop import State, Update, autocast, fit
+from trainer.train.meter import Meter
+from trainer.train.plan import Plan, make_plan
+from trainer.train.prepare import Prepare
+from trainer.train.restore import restore_state, save_state
+from trainer.train.start import Choice, Start, choose, identity, versions
+
+
+@contextlib.contextmanager
+def joined(start: Start) -> Iterator[tuple[Choice, Group]]:
+    """Choose the device, meet the other ranks, and take care of stop signals from then on."""
+    choice, rank, config = choose(start), start.rank, start.config
+    if choice.device.type == "cuda":
+        torch.cuda.set_device(choice.device)
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+    # Before this, a signal simply ends the process: there is nothing to save, and a wait in native code hears no handler.
+    if choice.backend is None:
+        start.stop.install()
+        yield choice, alone(choice.device)
+        return
+    meeting = Meeting(
+        host=rank.master_addr,
+        port=rank.master_port or 0,
+        rendezvous_seconds=config.rendezvous_seconds,
+        collective_seconds=config.collective_seconds,
+        listen_fd=start.listen_fd,
+        store_attempt=rank.store_attempt,
+        on_end=start.on_end,
+    )
+    with connect(
+        meeting,
+        rank=rank.rank,
+        world=rank.world_size,
+        local_rank=rank.local_rank,
+        device=choice.device,
+        backend=choice.backend,
+        identity=identity(choice),
+    ) as group:
+        start.stop.install()
+        yield choice, group
+
+
+def run(start: Start) -> None:
+    """Train one run to its end.
+
+    Raises:
+        Stopped: a stop signal was obeyed; the state is saved.
+        TrainerError: with the exit code that goes with it.
+    """
+    config = start.config
+    with joined(start) as (choice, group):
+        _check_compiler(config)
+        folder = Path(group.from_rank_0(lambda: bytes(folders.open_folder(config, sources=start.sources))).decode())
+        if group.from_rank_0(lambda: b"yes" if folders.is_finished(folder) else b""):
+            log.info(f"{folder} is finished: nothing to do")
+            return
+        dataset = load(config, cache_dir=start.cache_dir)
+        plan = make_plan(config, samples=len(dataset.train), world=group.world)
+        state = build_state(config, dataset, group)
+        check_batchnorm(
+            state.model,
+            smallest=plan.smallest,
+            ranks=group.world,
+            global_batch_size=config.global_batch_size,
+            device_batch_size=config.device_batch_size,
+        )
+        _describe(start, choice, group, dataset, plan, state)
+        restore_state(state, folder, config=config, dataset=dataset, group=group)
+        state.network = wrap(state.model, config, choice)
+        meter = _train(start, state, folder=folder, dataset=dataset, plan=plan, group=group)
+        _finish(start, choice, state, folder=folder, dataset=dataset, plan=plan, group=group, meter=meter)
+
+
+def build_state(config: Config, dataset: DataSet, group: Group) -> State:
+    """Build model and optimizer on the device, the same on every rank. Raises SettingError."""
+    model = build_model(config, classes=dataset.classes, shape=dataset.shape)
+    if config.sync_batchnorm:
+        model = sync_batchnorm(model, device=group.device)
+    model = model.to(group.device)
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    return State(model=model, network=model, optimizer=optim.build_optimizer(model, config))
+
+
+def wrap(model: nn.Module, config: Config, choice: Choice) -> nn.Module:
+    """Wrap the model for training: compiled, then DataParallel or DDP; the wrapped and the plain one share weights.
+
+    DDP broadcasts no buffers: rank 0's BatchNorm statistics are the model's, and a broadcast per step would cost a wait.
+    """
+    network: nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
+    if choice.strategy == "dp":
+        return nn.DataParallel(network)
+    if choice.strategy == "ddp":
+        devices = [choice.device.index] if choice.device.type == "cuda" else None
+        # DDP regroups its buckets after the first backward, and a resumed run would sum in another order than the
+        # unbroken one; with find_unused_parameters it does not. From 3 ranks on that is what bit-exact takes.
+        return DistributedDataParallel(
+            network,
+            device_ids=devices,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=config.deterministic,
+        )
+    return network
+
+
+def _check_compiler(config: Config) -> None:
+    if config.compile and not any(shutil.which(name) for name in ("c++", "g++", "clang++", "gcc")):
+        raise SettingError("--compile needs a C++ compiler and none is on PATH; install g++, or drop --compile")
+
+
+def _train(start: Start, state: State, *, folder: Path, dataset: DataSet, plan: Plan, group: Group) -> Meter:
+    config = start.config
+    trace = config.trace / f"rank-{group.rank}.csv" if config.trace else None
+    prepare = Prepare(dataset, group.device, channels_last=config.channels_last, trace=trace)
+    untraced = Prepare(dataset, group.device, channels_last=config.channels_last)
+    loading = loader_options(start, dataset, group)
+    update = Update(config, plan, group, prepare)
+
+    def score_now() -> Score:
+        return score_state(state, config, dataset, group=group, prepare=untraced, start=start)
+
+    def save() -> None:
+        save_state(state, folder, config=config, dataset=dataset, group=group)
+
+    loading |= {"seed": config.seed, "global_batch": plan.global_batch, "start": state.step, "steps": plan.steps}
+    live = Live(wanted=group.rank == 0 and config.log_format == "text")
+    with live, train_batches(dataset, **loading) as batches:
+        meter = Meter(plan, group, start=state.step, live=live)
+        if state.step and plan.evaluates_after(state.step) and state.scored_at != state.step:
+            # The run was stopped between this step and its evaluation.
+            state.score, state.scored_at = score_now(), state.step
+        fit(state, batches, update=update, stop=start.stop, meter=meter, evaluate=score_now, save=save)
+    return meter
+
+
+def loader_options(start: Start, dataset: DataSet, group: Group) -> dict[str, Any]:
+    """Return what the loaders of train and test batches share."""
+    local_ranks = start.rank.local_world_size or 1
+    workers = auto_workers(dataset, requested=start.config.workers, cpus=start.cpus, local_ranks=local_ranks)
+    return {"rank": group.rank, "world": group.world, "workers": workers, "pin": group.device.type == "cuda"}
+
+
+def score_state(
+    state: State, config: Config, dataset: DataSet, *, group: Group, prepare: Prepare, start: Start
+) -> Score:
+    """Evaluate the plain model on the test set, with rank 0's buffers on every rank, and log the score."""
+    group.broadcast([buffer for buffer in state.model.buffers() if buffer.numel()])
+    loading = loader_options(start, dataset, group)
+    with test_batches(dataset, batch_size=config.eval_batch_size, **loading) as batches, autocast(config, group.device):
+        score = evaluate(state.model, batches, group=group, prepare=prepare, stop=lambda: start.stop.signum)
+    line = f"evaluation after step {state.step}: accuracy {100 * score.accuracy:.2f} % of {score.samples}, loss {score.loss:.4f}"
+    log.info(line, step=state.step, **{f"eval_{name}": value for name, value in dataclasses.asdict(score).items()})
+    return score
+
+
+def _describe(start: Start, choice: Choice, group: Group, dataset: DataSet, plan: Plan, state: State) -> None:
+    weights = sum(weight.numel() for weight in state.model.parameters())
+    parts = "" if group.world == 1 else f" = {group.world} x {plan.global_batch // group.world}"
+    if plan.global_batch % group.world:
+        parts = f" over {group.world} ranks, {plan.global_batch // group.world} or {plan.global_batch // group.world + 1} each"
+    micro = f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
+    ranks = f"{group.world} rank{'s' if group.world > 1 else ''} on {group.nodes} node{'s' if group.nodes > 1 else ''}"
+    log.info(
+        f"{ranks}, {choice.backend or choice.strategy}, {choice.device.type} ({choice.why}), {torch.get_num_threads()} threads per rank"
+    )
+    log.info(
+        f"{dataset.name}: {len(dataset.train)} training and {len(dataset.test)} test samples, {dataset.classes} classes"
+    )
+    log.info(f"{start.config.model}: {weights} weights, {start.config.precision}, {start.config.optimizer}")
+    log.info(f"{plan.steps} steps, {plan.epochs:.3g} epochs; global batch {plan.global_batch}{parts}{micro}")
+
+
+def _finish(
+    start: Start,
+    choice: Choice,
+    state: State,
+    *,
+    folder: Path,
+    dataset: DataSet,
+    plan: Plan,
+    group: Group,
+    meter: Meter,
+) -> None:
+    assert state.score is not None
+    score = dataclasses.asdict(state.score)
+    if group.rank == 0:
+        summary: dict[str, Any] = {
+            "settings": folders.read_json(folder / folders.CONFIG),
+            "topology": {
+                "ranks": group.world,
+                "nodes": group.nodes,
+                "backend": choice.backend,
+                "strategy": choice.strategy,
+                "device": choice.device.type,
+            },
+            "launcher": start.rank.launcher,
+            "versions": versions(),
+            "fingerprint": dataset.fingerprint,
+            "steps": state.step,
+            "samples": state.step * plan.global_batch,
+            "evaluation": score,
+            "final_loss": meter.loss if meter.steps else None,
+            "samples_per_second": meter.throughput(),
+            "seconds": {"total": meter.total_seconds, **meter.seconds},
+            "first_step_unix_seconds": meter.first_step_unix_seconds,
+            "weights_sha256": weights_digest(state.model.state_dict()),
+        }
+        folders.write_summary(folder, summary)
+    shares = {kind: seconds / max(1e-9, meter.total_seconds) for kind, seconds in meter.seconds.items()}
+    words = {"data": "waiting for data", "compute": "computing", "evaluate": "evaluating", "save": "saving"}
+    rows = [
+        (
+            "test accuracy",
+            f"{100 * state.score.accuracy:.2f} % of {state.score.samples} samples (top-5 {100 * state.score.top5:.2f} %)",
+        ),
+        ("test loss", f"{state.score.loss:.4f}"),
+        ("trained", f"{state.step} steps, {state.step * plan.global_batch} samples"),
+        ("throughput", f"{meter.throughput():.0f} samples/s"),
+        (
+            "time",
+            f"{duration(meter.total_seconds)}: "
+            + ", ".join(f"{words[kind]} {100 * share:.0f} %" for kind, share in shares.items()),
+        ),
+        ("run", str(folder)),
+    ]
+    if start.config.log_format == "json":
+        log.info("finished", **{f"eval_{name}": value for name, value in score.items()}, run=str(folder))
+    elif group.rank == 0:
+        print("\n" + table(rows), flush=True)

@@ -1,0 +1,48 @@
+"""Evaluate a checkpoint: the `eval` command's assembly."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from trainer import checkpoint
+from trainer.codes import CheckpointError
+from trainer.config import Config, Scalar, parse, settings
+from trainer.data import load
+from trainer.evaluate import Score
+from trainer.train.prepare import Prepare
+from trainer.train.restore import load_model, read_packed, unpacked
+from trainer.train.run import build_state, joined, score_state
+from trainer.train.start import Start
+
+
+def score(start: Start, path: Path) -> Score:
+    """Evaluate the checkpoint at `path`, or the newest of the run there, on the data set that it was trained with.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or the model does not fit it.
+        Stopped: a stop signal was obeyed.
+    """
+    with joined(start) as (_, group):
+        loaded = unpacked(group.from_rank_0(lambda: read_packed(path)))
+        config = _with_experiment(start.config, loaded)
+        dataset = load(config, cache_dir=start.cache_dir)
+        state = build_state(config, dataset, group)
+        if loaded.state["classes"] != dataset.classes:
+            raise CheckpointError(
+                f"{path} tells {loaded.state['classes']} classes apart, but --dataset {config.dataset} has {dataset.classes}; check --data-dir",
+                shared=True,
+            )
+        load_model(state, loaded)
+        state.step = loaded.step
+        prepare = Prepare(dataset, group.device, channels_last=config.channels_last)
+        return score_state(state, config, dataset, group=group, prepare=prepare, start=start)
+
+
+def _with_experiment(config: Config, loaded: checkpoint.Loaded) -> Config:
+    """Take the experiment's settings from the checkpoint; the operation's stay as they were given."""
+    saved: dict[str, Scalar] = {}
+    for name, value in loaded.state["config"].items():
+        if name in settings():
+            saved[name] = value if value is None else parse(settings()[name], str(value), origin="checkpoint")
+    return dataclasses.replace(config, **saved)  # type: ignore[arg-type]
