@@ -62,7 +62,9 @@ class Job:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.started: list[subprocess.Popen[str]] = []
 
-    def start(self, *args: str, prefix: Sequence[str] = ("-m", "trainer"), env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    def start(
+        self, *args: str, prefix: Sequence[str] = ("-m", "trainer"), env: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         """Start one command: `python PREFIX train ARGS` in the job's folder."""
         fixed = ["train", "--run-name", "job", "--trace", "trace"]
         process = subprocess.Popen(
@@ -109,7 +111,12 @@ def job_env(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     env = {name: os.environ[name] for name in kept if name in os.environ}
     home = tmp_path_factory.mktemp("home")
     root = Path(__file__).resolve().parent.parent.parent
-    return env | {"HOME": str(home), "PYTHONPATH": str(root), "TRAINER_CACHE_DIR": str(cache_dir), "OMP_NUM_THREADS": "1"}
+    return env | {
+        "HOME": str(home),
+        "PYTHONPATH": str(root),
+        "TRAINER_CACHE_DIR": str(cache_dir),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 @pytest.fixture

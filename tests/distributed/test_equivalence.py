@@ -4,7 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-STEPS = ("--steps", "30", "--global-batch-size", "29", "--norm", "group", "--limit-train", "500", "--limit-test", "101")
+STEPS = (
+    "--steps",
+    "30",
+    "--global-batch-size",
+    "29",
+    "--norm",
+    "group",
+    "--limit-train",
+    "500",
+    "--limit-test",
+    "101",
+    "--optimizer",
+    "adamw",
+    "--lr",
+    "0.003",
+)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer")
 LEGACY = ("-m", "torch.distributed.launch", "--nproc-per-node", "2")
 
@@ -52,7 +67,16 @@ def test_training_does_not_depend_on_who_starts_the_ranks(name, new_job, referen
 @pytest.mark.parametrize("processes", [1, 2])
 def test_training_does_not_depend_on_the_number_of_nodes(processes, new_job, reference, free_port):
     job = new_job()
-    address = ("--nnodes", "2", "--nproc-per-node", str(processes), "--master-addr", "127.0.0.1", "--master-port", str(free_port))
+    address = (
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        str(processes),
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port),
+    )
     nodes = [job.start(*address, "--node-rank", str(node), *STEPS) for node in (0, 1)]
     assert_same(job.outcome(*nodes), reference, ranks=2 * processes)
 

@@ -25,7 +25,9 @@ def stop_after(process, step: int, *, rank: int) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize(("ranks", "options"), [(1, ()), (2, ()), (3, ("--deterministic",))], ids=["1", "2", "3-deterministic"])
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(1, ()), (2, ()), (3, ("--deterministic",))], ids=["1", "2", "3-deterministic"]
+)
 def test_resume_is_bit_exact(ranks, options, optimizer, new_job):
     lr = "0.1" if optimizer == "sgd" else "0.002"
     args = (*COMMON, *MODEL, *options, "--nproc-per-node", str(ranks), "--optimizer", optimizer, "--lr", lr)

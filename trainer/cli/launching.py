@@ -39,7 +39,7 @@ def dispatch(resolved: Resolved, *, command: str, target: Path | None = None) ->
     config = resolved.config
     place = _discover(resolved)
     is_child = AGENT_PID in os.environ
-    log.setup(config.log_format, rank=place.rank if isinstance(place, Rank) and place.world_size > 1 else None)
+    log.setup(config.log_format, rank=place.rank if isinstance(place, Rank) else None)
     if not is_child:
         for line in _warnings(resolved, place):
             log.warning(line)

@@ -20,6 +20,7 @@ from trainer.group.rendezvous import Meeting, meet, open_store
 _END_KEY = "end"
 _FAREWELL_SECONDS = 5.0
 _STORE_SECONDS = 10.0
+_LISTEN_SECONDS = 1.0
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Group:
         backend: "nccl" or "gloo", or None where this process is alone and no group is up.
         control: the gloo group beside it, for the agreement and for bytes.
         where: what the rank is doing, for the line about a lost peer.
+        closing, listener: the thread that hears of other ranks' ends, and how it is asked to end.
     """
 
     rank: int
@@ -43,6 +45,8 @@ class Group:
     where: str = "start-up"
     _store: dist.Store | None = None
     _hosts: list[str] = field(default_factory=list)
+    closing: threading.Event = field(default_factory=threading.Event)
+    listener: threading.Thread | None = None
 
     @property
     def distributed(self) -> bool:
@@ -160,6 +164,9 @@ class Group:
         """Take the group down after a good end; rank 0, which holds the store, goes last."""
         if self._store is None:
             return
+        self.closing.set()
+        if self.listener is not None:
+            self.listener.join(timeout=_STORE_SECONDS)
         with contextlib.suppress(RuntimeError, ConnectionError):
             self._store.add("left", 1)
             if self.rank == 0:
@@ -228,17 +235,21 @@ def _own_part(store: dist.Store, meeting: Meeting) -> dist.Store:
 
 
 def _watch(group: Group, meeting: Meeting, port: int) -> None:
-    """Hear of another rank's end in a thread; over a connection of its own, since a client that waits is locked."""
+    """Listen for another rank's end in a thread, over a connection of its own: the training thread may be stuck in one."""
     if meeting.on_end is None:
         return
-    client = dist.TCPStore(meeting.host, port, None, False, timedelta(seconds=30), wait_for_workers=False)
-    store = _own_part(client, meeting)
-    threading.Thread(target=_hear, args=(store, group, meeting.on_end), daemon=True, name="hear-ends").start()
+    client = dist.TCPStore(meeting.host, port, None, False, timedelta(seconds=_STORE_SECONDS), wait_for_workers=False)
+    arguments = (_own_part(client, meeting), group, meeting.on_end)
+    group.listener = threading.Thread(target=_listen, args=arguments, daemon=True, name="listen-for-ends")
+    group.listener.start()
 
 
-def _hear(store: dist.Store, group: Group, on_end: Callable[[int, str], None]) -> None:
+def _listen(store: dist.Store, group: Group, on_end: Callable[[int, str], None]) -> None:
     try:
-        store.wait([_END_KEY], timedelta(days=365))
+        # Asking again and again, not one long wait: a thread in native code when the process ends would abort it.
+        while not store.check([_END_KEY]):
+            if group.closing.wait(_LISTEN_SECONDS):
+                return
         told = json.loads(store.get(_END_KEY))
         if told["rank"] == group.rank:
             return

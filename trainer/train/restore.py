@@ -59,7 +59,7 @@ def restore_state(state: State, folder: Path, *, config: Config, dataset: DataSe
             shared=True,
         )
     load_model(state, loaded)
-    load_optimizer_tensors(state.optimizer, state.model, loaded.optimizer)
+    load_optimizer_tensors(state.optimizer, model=state.model, tensors=loaded.optimizer)
     state.step = loaded.step
     state.score = Score(**loaded.state["score"]) if loaded.state["score"] else None
     state.scored_at = loaded.state["scored_at"]

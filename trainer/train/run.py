@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,11 +124,17 @@ def wrap(model: nn.Module, config: Config, choice: Choice) -> nn.Module:
         return DistributedDataParallel(
             network,
             device_ids=devices,
-            broadcast_buffers=False,
+            **_without_buffer_sync(),
             gradient_as_bucket_view=True,
             find_unused_parameters=config.deterministic,
         )
     return network
+
+
+def _without_buffer_sync() -> dict[str, Any]:
+    # torch 2.14 renamed it, and warns about the old name.
+    names = inspect.signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}
 
 
 def _check_compiler(config: Config) -> None:
