@@ -63,24 +63,25 @@ class Update:
         reseed(self.config.seed, rank=self.group.rank, step=state.step)
         set_lr(state.optimizer, self.learning_rate(state.step))
         inputs, labels = self.prepare(batch)
-        loss = torch.zeros((), device=self.group.device)
+        losses = []
         for part, is_last in _micro_batches(inputs, labels, self.plan.micro_batches):
             with _no_sync(state.network, when=not is_last):
                 part_loss = self._loss(state.network, *part)
                 part_loss.backward()
-            loss += part_loss.detach()
+            losses.append(part_loss.detach())
         if self.config.clip_norm is not None:
             nn.utils.clip_grad_norm_(state.model.parameters(), self.config.clip_norm)
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
         state.step += 1
-        return loss
+        return torch.stack(losses).sum()
 
     def _loss(self, network: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         with autocast(self.config, self.group.device):
             logits = network(inputs)
         smoothing = self.config.label_smoothing
-        total = F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=smoothing)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        total = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
         return total * (self.group.world / self.plan.global_batch)
 
     def learning_rate(self, step: int) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -16,18 +18,18 @@ class Prepare:
     """Move a batch to the device and normalise it there: uint8 over the bus is a quarter of the bytes of floats.
 
     Args:
-        trace: file that gets a line `step,sample,crc32` for each sample as it is passed to forward, or None. Costs a sync per step.
+        trace: gets a line `step,sample,crc32` for each sample as it is passed to forward, or None. Costs a sync per step.
     """
 
     def __init__(
-        self, dataset: DataSet, device: torch.device, *, channels_last: bool, trace: Path | None = None
+        self, dataset: DataSet, device: torch.device, *, channels_last: bool, trace: TextIO | None = None
     ) -> None:
         shape = (1, -1, 1, 1)
         self._mean = torch.tensor(dataset.mean, device=device).mul_(255).view(shape)
         self._scale = torch.tensor(dataset.std, device=device).mul_(255).reciprocal_().view(shape)
         self._device = device
         self._format = torch.channels_last if channels_last else torch.contiguous_format
-        self._trace = _open_trace(trace) if trace else None
+        self._trace = trace
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (inputs float32 [n, c, h, w], labels int64 [n]) on the device."""
@@ -41,9 +43,21 @@ class Prepare:
         return inputs, labels
 
 
-def _open_trace(path: Path) -> TextIO:
+@contextlib.contextmanager
+def open_trace(folder: Path | None, *, rank: int) -> Iterator[TextIO | None]:
+    """Open this rank's trace file in `folder` for more lines; None without a folder.
+
+    Raises:
+        SettingError: it cannot be written.
+    """
+    if folder is None:
+        yield None
+        return
+    path = folder / f"rank-{rank}.csv"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("a", encoding="ascii")
+        folder.mkdir(parents=True, exist_ok=True)
+        file = path.open("a", encoding="ascii")
     except OSError as error:
         raise SettingError(f"--trace: {path} cannot be written ({error.strerror}); choose another folder") from error
+    with file:
+        yield file

@@ -27,7 +27,7 @@ from trainer.train import folder as folders
 from trainer.train.loop import State, Update, autocast, fit
 from trainer.train.meter import Meter
 from trainer.train.plan import Plan, make_plan
-from trainer.train.prepare import Prepare
+from trainer.train.prepare import Prepare, open_trace
 from trainer.train.restore import restore_state, save_state
 from trainer.train.start import Choice, Start, choose, identity, versions
 
@@ -144,11 +144,8 @@ def _check_compiler(config: Config) -> None:
 
 def _train(start: Start, state: State, *, folder: Path, dataset: DataSet, plan: Plan, group: Group) -> Meter:
     config = start.config
-    trace = config.trace / f"rank-{group.rank}.csv" if config.trace else None
-    prepare = Prepare(dataset, group.device, channels_last=config.channels_last, trace=trace)
     untraced = Prepare(dataset, group.device, channels_last=config.channels_last)
     loading = loader_options(start, dataset, group)
-    update = Update(config, plan, group, prepare)
 
     def score_now() -> Score:
         return score_state(state, config, dataset, group=group, prepare=untraced, start=start)
@@ -158,7 +155,13 @@ def _train(start: Start, state: State, *, folder: Path, dataset: DataSet, plan: 
 
     loading |= {"seed": config.seed, "global_batch": plan.global_batch, "start": state.step, "steps": plan.steps}
     live = Live(wanted=group.rank == 0 and config.log_format == "text")
-    with live, train_batches(dataset, **loading) as batches:
+    with (
+        live,
+        open_trace(config.trace, rank=group.rank) as trace,
+        train_batches(dataset, **loading) as batches,
+    ):
+        prepare = Prepare(dataset, group.device, channels_last=config.channels_last, trace=trace)
+        update = Update(config, plan, group, prepare)
         meter = Meter(plan, group, start=state.step, live=live)
         if state.step and plan.evaluates_after(state.step) and state.scored_at != state.step:
             # The run was stopped between this step and its evaluation.

@@ -1,0 +1,64 @@
+"""A run's folder and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.codes import CheckpointError, SettingError
+from trainer.config import build
+from trainer.train import folder as folders
+
+
+def test_a_new_run_has_a_dated_name_and_two_in_one_second_do_not_mix(tmp_path):
+    config = build({"runs_dir": tmp_path, "dataset": "pkg.mod:make"})
+    first, second = folders.open_folder(config, sources={}), folders.open_folder(config, sources={})
+    assert first != second
+    assert first.name.endswith("-pkg.mod-make-cnn")
+    assert folders.read_json(first / "config.json")["lr"] == {"value": 0.2, "source": "default"}
+
+
+def test_a_named_run_is_reopened_with_the_same_experiment_and_new_operation_settings(tmp_path):
+    settings = {"runs_dir": tmp_path, "run_name": "a"}
+    run = folders.open_folder(build(settings), sources={})
+    (run / "checkpoints" / "step-00000001").mkdir(parents=True)
+    assert folders.open_folder(build(settings | {"workers": 3}), sources={"workers": "command line"}) == run
+    assert folders.read_json(run / "config.json")["workers"] == {"value": 3, "source": "command line"}
+
+
+def test_another_experiment_is_refused_by_name_with_both_values(tmp_path):
+    settings = {"runs_dir": tmp_path, "run_name": "a"}
+    run = folders.open_folder(build(settings), sources={})
+    (run / "checkpoints" / "step-00000001").mkdir(parents=True)
+    with pytest.raises(SettingError, match=r"--lr is 0\.5, but .* was made with 0\.2"):
+        folders.open_folder(build(settings | {"lr": 0.5}), sources={})
+    assert folders.read_json(run / "config.json")["lr"]["value"] == 0.2
+
+
+def test_resume_never_does_not_touch_a_run_that_has_checkpoints(tmp_path):
+    settings = {"runs_dir": tmp_path, "run_name": "a", "resume": "never"}
+    run = folders.open_folder(build(settings), sources={})
+    (run / "checkpoints" / "step-00000001").mkdir(parents=True)
+    with pytest.raises(SettingError, match="--resume is never, but .* has checkpoints"):
+        folders.open_folder(build(settings), sources={})
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_user(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingError, match=r"file/a cannot be written \(Not a directory, as uid \d+\)"):
+        folders.open_folder(build({"runs_dir": tmp_path / "file", "run_name": "a"}), sources={})
+
+
+def test_a_summary_means_finished(tmp_path):
+    run = folders.open_folder(build({"runs_dir": tmp_path}), sources={})
+    assert not folders.is_finished(run)
+    folders.write_summary(run, {"steps": 1})
+    assert folders.is_finished(run)
+    assert [path.name for path in run.iterdir() if path.name.startswith(".tmp")] == []
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", "\xff"])
+def test_a_damaged_json_file_is_named(tmp_path, text):
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        folders.read_json(path)
