@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -94,10 +95,8 @@ class Job:
     def clean_up(self) -> None:
         """Kill what is left of every command's process group."""
         for process in self.started:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
             for pipe in (process.stdout, process.stderr):
                 if pipe is not None:
