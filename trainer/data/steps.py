@@ -1,0 +1,139 @@
+"""What is in the batch of a step: the samples, their augmentation, or why they cannot be used.
+
+A batch is a function of the data set and the step's number, so it does not matter which process makes it. Who makes it lives in
+`loader.py`, the order in `order.py`, the reading in the sources.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from trainer.codes import DataError
+from trainer.data.augment import shift_pictures
+from trainer.data.order import draws, order, rank_positions
+from trainer.data.sets import I64, U8, DataSet, Source
+
+
+@dataclass
+class Batch:
+    """Hold one rank's samples of one step.
+
+    Attributes:
+        step: number of the step, from 0; in an evaluation, of the batch.
+        ids: int64 [n], the samples' numbers in their split.
+        images: uint8 [n, channels, height, width], augmented, not normalised.
+        labels: int64 [n].
+        error: why the data cannot be used, or None. With an error, images and labels are zeros of the right size, so that
+            the rank can take part in what its peers do in this step.
+    """
+
+    step: int
+    ids: torch.Tensor
+    images: torch.Tensor
+    labels: torch.Tensor
+    error: str | None = None
+
+    def pin_memory(self) -> Batch:
+        """Copy to page-locked memory, from which a GPU copies without waiting."""
+        return replace(
+            self, ids=self.ids.pin_memory(), images=self.images.pin_memory(), labels=self.labels.pin_memory()
+        )
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """A batch that goes through a pipe: as arrays, since torch sends tensors through shared memory."""
+
+    step: int
+    ids: I64
+    images: U8
+    labels: I64
+    error: str | None
+
+    def tensors(self) -> Batch:
+        """Return the same batch as tensors, without a copy."""
+        ids, images, labels = (torch.from_numpy(array) for array in (self.ids, self.images, self.labels))
+        return Batch(self.step, ids, images, labels, self.error)
+
+
+class Steps(Dataset[Any]):
+    """Map a step to its batch; runs in the training process and in loader processes alike."""
+
+    def __init__(self, source: Source, *, shape: tuple[int, int, int], size: int, world: int) -> None:
+        self.source, self.shape = source, shape
+        self.size, self.world = size, world  # most samples in a batch, number of ranks
+        self.piped = False
+
+    def ids(self, step: int) -> I64:
+        """Return the ids of the step's samples."""
+        raise NotImplementedError
+
+    def read(self, step: int, ids: I64) -> tuple[U8, I64]:
+        """Return the step's pictures and labels, or raise DataError."""
+        raise NotImplementedError
+
+    def failed(self, step: int, error: str) -> Arrays:
+        """Return what stands for a batch that cannot be used."""
+        ids = self.ids(step)
+        return Arrays(step, ids, np.zeros((len(ids), *self.shape), np.uint8), np.zeros(len(ids), np.int64), error)
+
+    def arrays(self, step: int) -> Arrays:
+        """Return the batch of a step, with its error where its data cannot be used."""
+        ids = self.ids(step)
+        try:
+            return Arrays(step, ids, *self.read(step, ids), error=None)
+        except DataError as error:
+            return self.failed(step, str(error))
+
+    def __getitem__(self, step: int) -> Batch | Arrays:
+        """Return the batch of a step, in the form in which it leaves a loader process."""
+        arrays = self.arrays(step)
+        return arrays if self.piped else arrays.tensors()
+
+
+class TrainSteps(Steps):
+    """Make one rank's part of each training step."""
+
+    def __init__(self, dataset: DataSet, *, seed: int, global_batch: int, rank: int, world: int) -> None:
+        super().__init__(dataset.train, shape=dataset.shape, size=-(-global_batch // world), world=world)
+        self.seed, self.shift = seed, dataset.shift
+        self.in_memory = dataset.in_memory
+        self.positions = partial(rank_positions, global_batch=global_batch, rank=rank, world=world)
+
+    def ids(self, step: int) -> I64:
+        """Return the ids of the rank's stream positions."""
+        return order(self.seed, n=len(self.source), positions=self.positions(step))
+
+    def read(self, step: int, ids: I64) -> tuple[U8, I64]:
+        """Read and augment."""
+        positions = self.positions(step)
+        seeds = None if self.in_memory else draws(self.seed, positions=positions, count=1)[:, 0]
+        images, labels = self.source.fetch(ids, seeds=seeds)
+        return shift_pictures(images, seed=self.seed, positions=positions, shift=self.shift), labels
+
+
+class EvalSteps(Steps):
+    """Make one rank's part of each batch of an evaluation."""
+
+    def __init__(self, dataset: DataSet, *, batch_size: int, rank: int, world: int) -> None:
+        super().__init__(dataset.test, shape=dataset.shape, size=batch_size, world=world)
+        self.rank = rank
+
+    def __len__(self) -> int:
+        """Return the number of batches: that of rank 0, which has the most samples."""
+        return -(-len(self.source) // (self.world * self.size))
+
+    def ids(self, step: int) -> I64:
+        """Return every world-th id from the rank's on; none where the others have one sample more."""
+        first, stop = (self.rank + number * self.size * self.world for number in (step, step + 1))
+        return np.arange(first, min(stop, len(self.source)), self.world, dtype=np.int64)
+
+    def read(self, step: int, ids: I64) -> tuple[U8, I64]:
+        """Read."""
+        return self.source.fetch(ids)

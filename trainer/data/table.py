@@ -1,0 +1,149 @@
+"""The table of data sets: which names --dataset knows, and how each one is loaded.
+
+What a data set is lives in `sets.py`; the reading and drawing in a file each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import numpy as np
+
+from trainer.codes import DataError, SettingError
+from trainer.config import Config
+from trainer.data import cache, glyphs, idx
+from trainer.data.order import RANDOM, draws
+from trainer.data.sets import ArraySource, DataSet, First, digest, fingerprint
+from trainer.data.user import load_user
+
+NAMES = ("glyphs", "mnist", "fashion-mnist", "random")
+
+#: name -> folder that torchvision unpacks to, mean and standard deviation of the training pixels.
+IDX_SETS = {"mnist": ("MNIST/raw", 0.1307, 0.3081), "fashion-mnist": ("FashionMNIST/raw", 0.2860, 0.3530)}
+
+RANDOM_SIZES = {"train": 50_000, "test": 10_000}
+RANDOM_BYTES, MOST_RANDOM, RANDOM_CHUNK = 64 * 2**20, 4096, 64
+
+
+def load(config: Config, *, cache_dir: Path | None) -> DataSet:
+    """Load the data set that --dataset names, cut to --limit-train and --limit-test.
+
+    Pictures of glyphs, mnist and fashion-mnist are shifted in training by up to --max-shift pixels, unless --augment is none.
+
+    Args:
+        cache_dir: where drawn data may be kept, or None.
+
+    Raises:
+        SettingError: no such data set, or a setting that it needs is missing or wrong.
+        DataError: its data cannot be used, or there is no sample to train on.
+    """
+    dataset = _load_whole(config, cache_dir=cache_dir)
+    train, test = _counts(dataset, config)
+    if not train:
+        raise DataError(
+            f"data set {dataset.name}: no sample to train on; it has {len(dataset.train)}, --limit-train is {config.limit_train}"
+        )
+    return dataclasses.replace(dataset, train=First(dataset.train, train), test=First(dataset.test, test))
+
+
+def _counts(dataset: DataSet, config: Config) -> tuple[int, int]:
+    limits = ((dataset.train, config.limit_train), (dataset.test, config.limit_test))
+    train, test = (len(source) if limit is None else min(limit, len(source)) for source, limit in limits)
+    return train, test
+
+
+def _load_whole(config: Config, *, cache_dir: Path | None) -> DataSet:
+    if config.dataset == "glyphs":
+        return _glyphs(config, cache_dir=cache_dir)
+    if config.dataset in IDX_SETS:
+        return _idx(config)
+    if config.dataset == "random":
+        return _random(config)
+    if re.fullmatch(r"[\w.]+:\w+", config.dataset):
+        return load_user(config)
+    raise SettingError(
+        f"--dataset is {config.dataset!r}; allowed: {', '.join(NAMES)}, or your own as package.module:function"
+    )
+
+
+def _shift(config: Config) -> int:
+    return config.max_shift if config.augment == "auto" else 0
+
+
+def _glyphs(config: Config, *, cache_dir: Path | None) -> DataSet:
+    sources, digests = cache.glyph_sources(cache_dir)
+    return DataSet(
+        name=config.dataset,
+        train=sources["train"],
+        test=sources["test"],
+        classes=glyphs.CLASSES,
+        shape=(1, glyphs.SIDE, glyphs.SIDE),
+        mean=(glyphs.MEAN,),
+        std=(glyphs.STD,),
+        shift=_shift(config),
+        fingerprint=fingerprint(digests),
+        in_memory=True,
+    )
+
+
+def _idx(config: Config) -> DataSet:
+    subfolder, mean, std = IDX_SETS[config.dataset]
+    if config.data_dir is None:
+        raise SettingError(f"--data-dir is not set; --dataset {config.dataset} needs the folder of its files")
+    splits = idx.read_splits(config.data_dir, subfolder=subfolder)
+    height, width = splits["train"][0].shape[2:]
+    return DataSet(
+        name=config.dataset,
+        train=ArraySource(*splits["train"]),
+        test=ArraySource(*splits["test"]),
+        classes=idx.CLASSES,
+        shape=(1, height, width),
+        mean=(mean,),
+        std=(std,),
+        shift=_shift(config),
+        fingerprint=fingerprint([digest(array) for arrays in splits.values() for array in arrays]),
+        in_memory=True,
+    )
+
+
+def _random(config: Config) -> DataSet:
+    """Draw noise, for measurements of speed.
+
+    At most 4,096 different pictures in at most 64 MB per split are drawn and used over and over, each with a label of its own.
+    """
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", config.random_shape)
+    if match is None:
+        raise SettingError(
+            f"--random-shape is {config.random_shape!r}; allowed: channels x height x width, like 3x32x32"
+        )
+    channels, height, width = (int(number) for number in match.groups())
+    shape = (channels, height, width)
+    train, test = (First(_noise(config, shape, split), size) for split, size in enumerate(RANDOM_SIZES.values()))
+    return DataSet(
+        name=config.dataset,
+        train=train,
+        test=test,
+        classes=config.random_classes,
+        shape=shape,
+        mean=(0.5,) * channels,
+        std=(0.2887,) * channels,  # of the uniform distribution: 1 / sqrt(12)
+        shift=0,
+        fingerprint=fingerprint([f"random {shape} {config.random_classes} {config.seed}"]),
+        in_memory=True,
+    )
+
+
+def _noise(config: Config, shape: tuple[int, int, int], split: int) -> ArraySource:
+    size = shape[0] * shape[1] * shape[2]
+    count = max(1, min(MOST_RANDOM, RANDOM_BYTES // size))
+    images = np.empty((count, *shape), np.uint8)
+    labels = np.empty(count, np.int64)
+    for start in range(0, count, RANDOM_CHUNK):
+        rows = slice(start, min(start + RANDOM_CHUNK, count))
+        numbers = np.arange(rows.start, rows.stop, dtype=np.int64) + split * MOST_RANDOM
+        raw = draws(config.seed, positions=numbers, count=1 + -(-size // 8), purpose=RANDOM)
+        labels[rows] = raw[:, 0] % np.uint64(config.random_classes)
+        images[rows] = raw[:, 1:].astype("<u8").view(np.uint8)[:, :size].reshape(-1, *shape)
+    return ArraySource(images, labels)
