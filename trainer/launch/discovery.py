@@ -76,7 +76,7 @@ def _ask_launchers(reader: Reader, launcher: str) -> Rank | Node:
 
 
 def _ask_options(reader: Reader, launcher: str) -> Node:
-    return read_node(reader, launcher, reader.first("--nnodes"))
+    return read_node(reader, launcher, nodes_name=reader.first("--nnodes"))
 
 
 def _check_groups(reader: Reader) -> None:

@@ -167,13 +167,15 @@ def read_pod(reader: Reader) -> Node:
     if not reader.has("--nnodes") and (":" in (reader.text("PET_NNODES") or "") or reader.has("PET_RDZV_ENDPOINT")):
         return _read_elastic(reader)
     names = ("--nnodes", "PET_NNODES", *(["WORLD_SIZE"] if reader.has(*_POD) else []))
-    node = read_node(reader, "pod", reader.first(*names), processes=("--nproc-per-node", "PET_NPROC_PER_NODE"))
+    node = read_node(
+        reader, "pod", nodes_name=reader.first(*names), processes=("--nproc-per-node", "PET_NPROC_PER_NODE")
+    )
     _check_world(reader, node)
     return node
 
 
 def read_node(
-    reader: Reader, launcher: str, nodes_name: str | None, *, processes: tuple[str, ...] = ("--nproc-per-node",)
+    reader: Reader, launcher: str, *, nodes_name: str | None, processes: tuple[str, ...] = ("--nproc-per-node",)
 ) -> Node:
     """Read a node whose number of nodes is in `nodes_name`, where None is a single node.
 

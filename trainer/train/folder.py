@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.codes import CheckpointError, SettingError
+from trainer.codes import CheckpointError, SettingError, TrainerError
 from trainer.config import Config, Scalar, experiment, settings
 
 CONFIG, SUMMARY, CHECKPOINTS = "config.json", "summary.json", "checkpoints"
@@ -87,8 +87,13 @@ def is_finished(folder: Path) -> bool:
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Write the run's receipt, whose presence means that it is finished."""
-    _write(folder / SUMMARY, summary)
+    """Write the run's receipt, whose presence means that it is finished. Raises TrainerError where it cannot."""
+    try:
+        _write(folder / SUMMARY, summary)
+    except OSError as error:
+        raise TrainerError(
+            f"{folder / SUMMARY} cannot be written ({error.strerror}); the last checkpoint holds the result"
+        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ There are no hooks: in data-parallel training the order of the collectives acros
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer import log
-from trainer.codes import Stopped
+from trainer.codes import Diverged, Stopped
 from trainer.config import Config
 from trainer.data import Batch
 from trainer.evaluate import Prepare, Score
@@ -134,6 +135,7 @@ def fit(
             try:
                 with meter.time("evaluate"):
                     state.score, state.scored_at = evaluate(), state.step
+                _check_finite(state.score, step=state.step)
             except Stopped as stopped:
                 signum = stopped.signum
         if signum or saves:
@@ -141,6 +143,11 @@ def fit(
                 save()  # rank 0 writes; the others go on to the next collective
         if signum:
             raise Stopped(signum)
+
+
+def _check_finite(score: Score, *, step: int) -> None:
+    if not math.isfinite(score.loss):
+        raise Diverged(f"the loss on the test set is not finite after step {step}; lower --lr", shared=True)
 
 
 def reseed(seed: int, *, rank: int, step: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trainer.codes import SettingError
 from trainer.config import Config
-from trainer.data import total_steps
+from trainer.data import epochs_done, total_steps
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Plan:
             return True
         if self.eval_every:
             return step % self.eval_every == 0
-        epoch = step * self.global_batch // self.samples
-        return epoch >= 1 and math.ceil(epoch * self.samples / self.global_batch) == step
+        size = {"n": self.samples, "global_batch": self.global_batch}
+        return epochs_done(step, **size) > epochs_done(step - 1, **size)
 
     def saves_after(self, step: int) -> bool:
         """Tell whether a checkpoint follows step number `step`."""

@@ -15,21 +15,21 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer import log, optim
-from trainer.checkpoint import weights_digest
 from trainer.codes import SettingError
 from trainer.config import Config
 from trainer.data import DataSet, auto_workers, load, test_batches, train_batches
 from trainer.evaluate import Score, evaluate
 from trainer.group import Group, Meeting, alone, connect
 from trainer.models import build_model, check_batchnorm, sync_batchnorm
-from trainer.progress import Live, duration, table
+from trainer.progress import Live
 from trainer.train import folder as folders
 from trainer.train.loop import State, Update, autocast, fit
 from trainer.train.meter import Meter
 from trainer.train.plan import Plan, make_plan
 from trainer.train.prepare import Prepare, open_trace
+from trainer.train.report import Facts, describe, finish
 from trainer.train.restore import restore_state, save_state
-from trainer.train.start import Choice, Start, choose, identity, versions
+from trainer.train.start import Choice, Start, choose, identity
 
 
 @contextlib.contextmanager
@@ -83,7 +83,7 @@ def run(start: Start) -> None:
             return
         dataset = load(config, cache_dir=start.cache_dir)
         plan = make_plan(config, samples=len(dataset.train), world=group.world)
-        state = build_state(config, dataset, group)
+        state = build_state(config, dataset=dataset, group=group)
         check_batchnorm(
             state.model,
             smallest=plan.smallest,
@@ -91,14 +91,15 @@ def run(start: Start) -> None:
             global_batch_size=config.global_batch_size,
             device_batch_size=config.device_batch_size,
         )
-        _describe(start, choice, group, dataset, plan, state)
+        facts = Facts(start, choice, group, dataset, plan)
+        describe(facts, state)
         restore_state(state, folder, config=config, dataset=dataset, group=group)
-        state.network = wrap(state.model, config, choice)
+        state.network = wrap(state.model, config=config, choice=choice)
         meter = _train(start, state, folder=folder, dataset=dataset, plan=plan, group=group)
-        _finish(start, choice, state, folder=folder, dataset=dataset, plan=plan, group=group, meter=meter)
+        finish(facts, state, meter=meter, folder=folder)
 
 
-def build_state(config: Config, dataset: DataSet, group: Group) -> State:
+def build_state(config: Config, *, dataset: DataSet, group: Group) -> State:
     """Build model and optimizer on the device, the same on every rank. Raises SettingError."""
     model = build_model(config, classes=dataset.classes, shape=dataset.shape)
     if config.sync_batchnorm:
@@ -109,7 +110,7 @@ def build_state(config: Config, dataset: DataSet, group: Group) -> State:
     return State(model=model, network=model, optimizer=optim.build_optimizer(model, config))
 
 
-def wrap(model: nn.Module, config: Config, choice: Choice) -> nn.Module:
+def wrap(model: nn.Module, *, config: Config, choice: Choice) -> nn.Module:
     """Wrap the model for training: compiled, then DataParallel or DDP; the wrapped and the plain one share weights.
 
     DDP broadcasts no buffers: rank 0's BatchNorm statistics are the model's, and a broadcast per step would cost a wait.
@@ -145,10 +146,10 @@ def _check_compiler(config: Config) -> None:
 def _train(start: Start, state: State, *, folder: Path, dataset: DataSet, plan: Plan, group: Group) -> Meter:
     config = start.config
     untraced = Prepare(dataset, group.device, channels_last=config.channels_last)
-    loading = loader_options(start, dataset, group)
+    loading = loader_options(start, dataset=dataset, group=group)
 
     def score_now() -> Score:
-        return score_state(state, config, dataset, group=group, prepare=untraced, start=start)
+        return score_state(state, config=config, dataset=dataset, group=group, prepare=untraced, start=start)
 
     def save() -> None:
         save_state(state, folder, config=config, dataset=dataset, group=group)
@@ -170,7 +171,7 @@ def _train(start: Start, state: State, *, folder: Path, dataset: DataSet, plan: 
     return meter
 
 
-def loader_options(start: Start, dataset: DataSet, group: Group) -> dict[str, Any]:
+def loader_options(start: Start, *, dataset: DataSet, group: Group) -> dict[str, Any]:
     """Return what the loaders of train and test batches share."""
     local_ranks = start.rank.local_world_size or 1
     workers = auto_workers(dataset, requested=start.config.workers, cpus=start.cpus, local_ranks=local_ranks)
@@ -178,89 +179,13 @@ def loader_options(start: Start, dataset: DataSet, group: Group) -> dict[str, An
 
 
 def score_state(
-    state: State, config: Config, dataset: DataSet, *, group: Group, prepare: Prepare, start: Start
+    state: State, *, config: Config, dataset: DataSet, group: Group, prepare: Prepare, start: Start
 ) -> Score:
     """Evaluate the plain model on the test set, with rank 0's buffers on every rank, and log the score."""
     group.broadcast([buffer for buffer in state.model.buffers() if buffer.numel()])
-    loading = loader_options(start, dataset, group)
+    loading = loader_options(start, dataset=dataset, group=group)
     with test_batches(dataset, batch_size=config.eval_batch_size, **loading) as batches, autocast(config, group.device):
         score = evaluate(state.model, batches, group=group, prepare=prepare, stop=lambda: start.stop.signum)
     line = f"evaluation after step {state.step}: accuracy {100 * score.accuracy:.2f} % of {score.samples}, loss {score.loss:.4f}"
     log.info(line, step=state.step, **{f"eval_{name}": value for name, value in dataclasses.asdict(score).items()})
     return score
-
-
-def _describe(start: Start, choice: Choice, group: Group, dataset: DataSet, plan: Plan, state: State) -> None:
-    weights = sum(weight.numel() for weight in state.model.parameters())
-    parts = "" if group.world == 1 else f" = {group.world} x {plan.global_batch // group.world}"
-    if plan.global_batch % group.world:
-        parts = f" over {group.world} ranks, {plan.global_batch // group.world} or {plan.global_batch // group.world + 1} each"
-    micro = f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
-    ranks = f"{group.world} rank{'s' if group.world > 1 else ''} on {group.nodes} node{'s' if group.nodes > 1 else ''}"
-    log.info(
-        f"{ranks}, {choice.backend or choice.strategy}, {choice.device.type} ({choice.why}), {torch.get_num_threads()} threads per rank"
-    )
-    log.info(
-        f"{dataset.name}: {len(dataset.train)} training and {len(dataset.test)} test samples, {dataset.classes} classes"
-    )
-    log.info(f"{start.config.model}: {weights} weights, {start.config.precision}, {start.config.optimizer}")
-    log.info(f"{plan.steps} steps, {plan.epochs:.3g} epochs; global batch {plan.global_batch}{parts}{micro}")
-
-
-def _finish(
-    start: Start,
-    choice: Choice,
-    state: State,
-    *,
-    folder: Path,
-    dataset: DataSet,
-    plan: Plan,
-    group: Group,
-    meter: Meter,
-) -> None:
-    assert state.score is not None
-    score = dataclasses.asdict(state.score)
-    if group.rank == 0:
-        summary: dict[str, Any] = {
-            "settings": folders.read_json(folder / folders.CONFIG),
-            "topology": {
-                "ranks": group.world,
-                "nodes": group.nodes,
-                "backend": choice.backend,
-                "strategy": choice.strategy,
-                "device": choice.device.type,
-            },
-            "launcher": start.rank.launcher,
-            "versions": versions(),
-            "fingerprint": dataset.fingerprint,
-            "steps": state.step,
-            "samples": state.step * plan.global_batch,
-            "evaluation": score,
-            "final_loss": meter.loss if meter.steps else None,
-            "samples_per_second": meter.throughput(),
-            "seconds": {"total": meter.total_seconds, **meter.seconds},
-            "first_step_unix_seconds": meter.first_step_unix_seconds,
-            "weights_sha256": weights_digest(state.model.state_dict()),
-        }
-        folders.write_summary(folder, summary)
-    shares = {kind: seconds / max(1e-9, meter.total_seconds) for kind, seconds in meter.seconds.items()}
-    words = {"data": "waiting for data", "compute": "computing", "evaluate": "evaluating", "save": "saving"}
-    rows = [
-        (
-            "test accuracy",
-            f"{100 * state.score.accuracy:.2f} % of {state.score.samples} samples (top-5 {100 * state.score.top5:.2f} %)",
-        ),
-        ("test loss", f"{state.score.loss:.4f}"),
-        ("trained", f"{state.step} steps, {state.step * plan.global_batch} samples"),
-        ("throughput", f"{meter.throughput():.0f} samples/s"),
-        (
-            "time",
-            f"{duration(meter.total_seconds)}: "
-            + ", ".join(f"{words[kind]} {100 * share:.0f} %" for kind, share in shares.items()),
-        ),
-        ("run", str(folder)),
-    ]
-    if start.config.log_format == "json":
-        log.info("finished", **{f"eval_{name}": value for name, value in score.items()}, run=str(folder))
-    elif group.rank == 0:
-        print("\n" + table(rows), flush=True)

@@ -27,7 +27,7 @@ def score(start: Start, path: Path) -> Score:
         loaded = unpacked(group.from_rank_0(lambda: read_packed(path)))
         config = _with_experiment(start.config, loaded)
         dataset = load(config, cache_dir=start.cache_dir)
-        state = build_state(config, dataset, group)
+        state = build_state(config, dataset=dataset, group=group)
         if loaded.state["classes"] != dataset.classes:
             raise CheckpointError(
                 f"{path} tells {loaded.state['classes']} classes apart, but --dataset {config.dataset} has {dataset.classes}; check --data-dir",
@@ -36,7 +36,7 @@ def score(start: Start, path: Path) -> Score:
         load_model(state, loaded)
         state.step = loaded.step
         prepare = Prepare(dataset, group.device, channels_last=config.channels_last)
-        return score_state(state, config, dataset, group=group, prepare=prepare, start=start)
+        return score_state(state, config=config, dataset=dataset, group=group, prepare=prepare, start=start)
 
 
 def _with_experiment(config: Config, loaded: checkpoint.Loaded) -> Config:

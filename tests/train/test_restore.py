@@ -1,0 +1,114 @@
+"""From a state to a checkpoint and back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from trainer import checkpoint
+from trainer.codes import CheckpointError, SettingError
+from trainer.config import build
+from trainer.data import ArraySource, DataSet
+from trainer.evaluate import Score
+from trainer.group import alone
+from trainer.optim import build_optimizer
+from trainer.train.loop import State
+from trainer.train.restore import read_packed, restore_state, save_state, unpacked
+
+GROUP = alone(torch.device("cpu"))
+
+
+def make_dataset(fingerprint="f"):
+    source = ArraySource(np.zeros((2, 1, 2, 2), np.uint8), np.zeros(2, np.int64))
+    return DataSet("two", source, source, 3, (1, 2, 2), (0.5,), (0.5,), 0, fingerprint, True)
+
+
+def make_state(config, *, outputs=3):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, outputs))
+    return State(model, model, build_optimizer(model, config))
+
+
+def saved(tmp_path, **settings):
+    config = build({"runs_dir": tmp_path, **settings})
+    state = make_state(config)
+    state.model(torch.ones(2, 1, 2, 2)).sum().backward()
+    state.optimizer.step()
+    state.step, state.score, state.scored_at = 7, Score(1.5, 0.25, 0.5, 8), 7
+    save_state(state, tmp_path, config=config, dataset=make_dataset(), group=GROUP)
+    return config, state
+
+
+def test_a_state_comes_back_to_the_bit(tmp_path):
+    config, state = saved(tmp_path)
+    fresh = make_state(config)
+    restore_state(fresh, tmp_path, config=config, dataset=make_dataset(), group=GROUP)
+    assert (fresh.step, fresh.score, fresh.scored_at) == (7, state.score, 7)
+    for one, other in zip(fresh.model.parameters(), state.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+        momentum = [s.optimizer.state[w]["momentum_buffer"] for s, w in ((fresh, one), (state, other))]
+        assert torch.equal(*momentum)
+
+
+def test_without_a_checkpoint_the_state_is_kept(tmp_path):
+    config = build({"runs_dir": tmp_path})
+    fresh = make_state(config)
+    before = [weight.clone() for weight in fresh.model.parameters()]
+    restore_state(fresh, tmp_path, config=config, dataset=make_dataset(), group=GROUP)
+    assert fresh.step == 0
+    assert all(torch.equal(one, other) for one, other in zip(before, fresh.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "fingerprint", "error", "line"),
+    [
+        ({"lr": 0.5}, "f", SettingError, r"--lr is 0\.5, but the checkpoint of step 7 was made with 0\.2"),
+        ({"seed": 1}, "f", SettingError, r"--seed is 1, but .* made with 0"),
+        ({}, "another", SettingError, r"the data of --dataset glyphs are not those"),
+    ],
+)
+def test_another_experiment_or_other_data_is_refused(tmp_path, settings, fingerprint, error, line):
+    saved(tmp_path)
+    config = build({"runs_dir": tmp_path, **settings})
+    with pytest.raises(error, match=line):
+        restore_state(make_state(config), tmp_path, config=config, dataset=make_dataset(fingerprint), group=GROUP)
+
+
+def test_operation_settings_may_differ(tmp_path):
+    saved(tmp_path)
+    config = build({"runs_dir": tmp_path, "workers": 2, "device_batch_size": 8, "keep": 9})
+    fresh = make_state(config)
+    restore_state(fresh, tmp_path, config=config, dataset=make_dataset(), group=GROUP)
+    assert fresh.step == 7
+
+
+def test_another_model_is_one_line(tmp_path):
+    config, _ = saved(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"the checkpoint of step 7 does not fit the model: .*size mismatch"
+    ) as caught:
+        restore_state(make_state(config, outputs=5), tmp_path, config=config, dataset=make_dataset(), group=GROUP)
+    assert "\n" not in str(caught.value)
+
+
+def test_resume_takes_a_path_but_the_runs_own_checkpoints_first(tmp_path):
+    _, state = saved(tmp_path)
+    other = tmp_path / "other"
+    config = build({"runs_dir": tmp_path, "resume": str(tmp_path)})
+    fresh = make_state(config)
+    restore_state(fresh, other, config=config, dataset=make_dataset(), group=GROUP)
+    assert fresh.step == 7
+    fresh.step = 9
+    save_state(fresh, other, config=config, dataset=make_dataset(), group=GROUP)
+    again = make_state(config)
+    restore_state(again, other, config=config, dataset=make_dataset(), group=GROUP)
+    assert again.step == 9
+    assert state.step == 7
+
+
+def test_the_packed_bytes_hold_every_part(tmp_path):
+    saved(tmp_path)
+    loaded = unpacked(read_packed(tmp_path))
+    assert (loaded.step, loaded.state["classes"], loaded.state["fingerprint"]) == (7, 3, "f")
+    assert isinstance(loaded, checkpoint.Loaded)

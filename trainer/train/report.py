@@ -1,0 +1,114 @@
+"""What a run tells of itself: the facts at the start, the receipt (summary.json) and the table at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import log
+from trainer.checkpoint import weights_digest
+from trainer.data import DataSet
+from trainer.evaluate import Score
+from trainer.group import Group
+from trainer.progress import duration, table
+from trainer.train import folder as folders
+from trainer.train.loop import State
+from trainer.train.meter import Meter
+from trainer.train.plan import Plan
+from trainer.train.start import Choice, Start, versions
+
+_WORDS = {"data": "waiting for data", "compute": "computing", "evaluate": "evaluating", "save": "saving"}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Hold what is settled before the first step."""
+
+    start: Start
+    choice: Choice
+    group: Group
+    dataset: DataSet
+    plan: Plan
+
+
+def describe(facts: Facts, state: State) -> None:
+    """Log one line per fact."""
+    choice, group, dataset, plan = facts.choice, facts.group, facts.dataset, facts.plan
+    weights = sum(weight.numel() for weight in state.model.parameters())
+    ranks = f"{_count(group.world, 'rank')} on {_count(group.nodes, 'node')}"
+    threads = _count(torch.get_num_threads(), "thread")
+    log.info(f"{ranks}, {choice.backend or choice.strategy}, {choice.device.type} ({choice.why}), {threads} per rank")
+    sizes = f"{len(dataset.train)} training and {len(dataset.test)} test samples"
+    log.info(f"{dataset.name}: {sizes}, {dataset.classes} classes")
+    log.info(
+        f"{facts.start.config.model}: {weights} weights, {facts.start.config.precision}, {facts.start.config.optimizer}"
+    )
+    log.info(f"{plan.steps} steps, {plan.epochs:.3g} epochs; global batch {_split(plan, group.world)}")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _split(plan: Plan, world: int) -> str:
+    least, rest = divmod(plan.global_batch, world)
+    micro = f", in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
+    if world == 1:
+        return f"{plan.global_batch}{micro}"
+    if rest:
+        return f"{plan.global_batch} = {rest} x {least + 1} + {world - rest} x {least}{micro}"
+    return f"{plan.global_batch} = {world} x {least}{micro}"
+
+
+def finish(facts: Facts, state: State, *, meter: Meter, folder: Path) -> None:
+    """Write the receipt, whose presence means that the run is finished, and show the table; rank 0 alone.
+
+    Raises:
+        TrainerError: the receipt cannot be written.
+    """
+    assert state.score is not None
+    if facts.group.rank != 0:
+        return
+    summary = summarise(facts, state, meter=meter)
+    folders.write_summary(folder, summary | {"settings": folders.read_json(folder / folders.CONFIG)})
+    if facts.start.config.log_format == "json":
+        log.info("finished", run=str(folder), **{name: summary[name] for name in ("steps", "evaluation", "seconds")})
+    else:
+        print("\n" + table(_rows(facts, meter, state, state.score, folder)), flush=True)
+
+
+def summarise(facts: Facts, state: State, *, meter: Meter) -> dict[str, Any]:
+    """Return the receipt's contents but for the settings."""
+    start, choice, group = facts.start, facts.choice, facts.group
+    topology = {"ranks": group.world, "nodes": group.nodes, "backend": choice.backend, "strategy": choice.strategy}
+    return {
+        "topology": topology | {"device": choice.device.type, "launcher": start.rank.launcher},
+        "versions": versions(),
+        "fingerprint": facts.dataset.fingerprint,
+        "steps": state.step,
+        "samples": state.step * facts.plan.global_batch,
+        "evaluation": dataclasses.asdict(state.score) if state.score else None,
+        "final_loss": meter.loss if meter.steps else None,
+        "samples_per_second": meter.throughput(),
+        "seconds": {"total": meter.total_seconds, **meter.seconds},
+        "first_step_unix_seconds": meter.first_step_unix_seconds,
+        "weights_sha256": weights_digest(state.model.state_dict()),
+    }
+
+
+def _rows(facts: Facts, meter: Meter, state: State, score: Score, folder: Path) -> list[tuple[str, str]]:
+    total = max(1e-9, meter.total_seconds)
+    split = ", ".join(f"{_WORDS[kind]} {100 * seconds / total:.0f} %" for kind, seconds in meter.seconds.items())
+    hits = f"{100 * score.accuracy:.2f} % of {score.samples} samples"
+    return [
+        ("test accuracy", f"{hits} (top-5 {100 * score.top5:.2f} %)" if facts.dataset.classes > 5 else hits),
+        ("test loss", f"{score.loss:.4f}"),
+        ("trained", f"{state.step} steps, {state.step * facts.plan.global_batch} samples"),
+        ("throughput", f"{meter.throughput():.0f} samples/s"),
+        ("time", f"{duration(total)}: {split}"),
+        ("run", str(folder)),
+    ]
