@@ -18,7 +18,7 @@ endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup lock train test test-gpu lint types format check clean bench-startup bench-mnist bench-gpu
+.PHONY: help setup lock train test test-gpu lint types format check docs clean bench-startup bench-mnist bench-gpu
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -44,6 +44,9 @@ format: .venv/.test ## rewrite the code in the project's style
 	.venv/bin/ruff check --fix && .venv/bin/ruff format
 
 check: lint types test ## run lint, types and test
+
+docs: .venv/.trainer ## write docs/settings.md from the table of settings
+	.venv/bin/trainer config --reference > docs/settings.md
 
 bench-startup: .venv/.trainer ## print the times from start to help and to the first step, beside a bare script
 	.venv/bin/python benchmarks/startup.py $(ARGS)
