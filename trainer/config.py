@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ class Setting:
         optional: whether None (unset) is a value.
         choices: the allowed words, for `str` alone.
         minimum, maximum: bounds, both included; `above` is a bound that is not.
+        pattern, wanted: what a text must match as a whole, and that in words.
         tag: `experiment` must match on resume, `operation` may change.
     """
 
@@ -47,6 +49,8 @@ class Setting:
     minimum: float | None = None
     maximum: float | None = None
     above: float | None = None
+    pattern: str = ""
+    wanted: str = ""
 
     @property
     def flag(self) -> str:
@@ -61,13 +65,15 @@ class Setting:
     @property
     def allowed(self) -> str:
         """Say in a few words which values are allowed."""
+        if self.wanted:
+            return self.wanted
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.kind is bool:
             return "true or false"
         words = {int: "a whole number", float: "a number", Path: "a path", str: "a text"}[self.kind]
-        low = f" >= {self.minimum:g}" if self.minimum is not None else f" > {self.above:g}" if self.above is not None else ""
-        high = f"{' and' if low else ''} <= {self.maximum:g}" if self.maximum is not None else ""
+        low = f" >= {self.minimum}" if self.minimum is not None else f" > {self.above}" if self.above is not None else ""
+        high = f"{' and' if low else ''} <= {self.maximum}" if self.maximum is not None else ""
         return words + low + high
 
 
@@ -81,42 +87,45 @@ def _setting(
     minimum: float | None = None,
     maximum: float | None = None,
     above: float | None = None,
+    pattern: str = "",
+    wanted: str = "",
 ) -> Any:
-    bounds = {"minimum": minimum, "maximum": maximum, "above": above}
-    return field(default=default, metadata={"help": help, "panel": panel, "tag": tag, "choices": choices, **bounds})
+    rules = {"choices": choices, "minimum": minimum, "maximum": maximum, "above": above, "pattern": pattern, "wanted": wanted}
+    return field(default=default, metadata={"help": help, "panel": panel, "tag": tag, **rules})
 
 
 _RUN, _DATA, _MODEL, _OPTIM = "Run", "Data", "Model", "Optimizer"
 _OUT, _LAUNCH = "Evaluation and output", "Launch"
+_MONTH = 30 * 24 * 3600
 
 
 @dataclass(frozen=True)
 class Config:
     """Hold one value for every setting; see `settings()` for what each means."""
 
-    run_name: str | None = _setting(None, "Name of the run's folder; an existing run is resumed. Unset: a new dated folder.", _RUN, "operation")
+    run_name: str | None = _setting(None, "Name of the run's folder; an existing run is resumed. Unset: a new dated folder.", _RUN, "operation", pattern=r"(?!\.\.?$)[^/\x00-\x1f\x7f]{1,200}", wanted="a folder's name of at most 200 characters, without /")
     runs_dir: Path = _setting(Path("runs"), "Folder that holds the runs.", _RUN, "operation")
     resume: str = _setting("auto", "auto (go on from the run's newest checkpoint), never, or the path of a checkpoint or run.", _RUN, "operation")
     seed: int = _setting(0, "Seed of the data order, augmentation, first weights and dropout.", _RUN, "experiment", minimum=0, maximum=2**63 - 1)
-    epochs: float = _setting(4.0, "How often the training set is used; the steps are ceil(epochs x samples / global batch).", _RUN, "experiment", above=0)
-    steps: int | None = _setting(None, "Number of optimizer steps, instead of --epochs.", _RUN, "experiment", minimum=1)
+    epochs: float = _setting(4.0, "How often the training set is used; the steps are ceil(epochs x samples / global batch).", _RUN, "experiment", above=0, maximum=10**6)
+    steps: int | None = _setting(None, "Number of optimizer steps, instead of --epochs.", _RUN, "experiment", minimum=1, maximum=10**10)
     deterministic: bool = _setting(False, "Bit-exact repeats and resumes with any number of ranks, at some cost in speed.", _RUN, "operation")
     checkpoint_every: int = _setting(500, "Steps between checkpoints; 0 saves at the end and on a stop alone.", _RUN, "operation", minimum=0)
     keep: int = _setting(3, "How many of the newest checkpoints stay on disk.", _RUN, "operation", minimum=1)
 
-    dataset: str = _setting("glyphs", "glyphs, mnist, fashion-mnist, random, or your own as package.module:function.", _DATA, "experiment")
+    dataset: str = _setting("glyphs", "glyphs, mnist, fashion-mnist, random, or your own as module:function.", _DATA, "experiment")
     data_dir: Path | None = _setting(None, "Folder of the data set's files.", _DATA, "operation")
     cache_dir: Path | None = _setting(None, "Folder for data drawn once (glyphs). Unset: trainer/ in the user's cache folder.", _DATA, "operation")
     augment: str = _setting("auto", "auto (what suits the data set) or none.", _DATA, "experiment", choices=("auto", "none"))
     max_shift: int = _setting(2, "Largest augmentation shift in pixels, each way.", _DATA, "experiment", minimum=0, maximum=64)
     limit_train: int | None = _setting(None, "Use only the first N training samples.", _DATA, "experiment", minimum=0)
     limit_test: int | None = _setting(None, "Use only the first N test samples.", _DATA, "experiment", minimum=0)
-    random_shape: str = _setting("3x32x32", "Picture size of the random data set, as channels x height x width.", _DATA, "experiment")
-    random_classes: int = _setting(10, "Number of classes of the random data set.", _DATA, "experiment", minimum=1)
+    random_shape: str = _setting("3x32x32", "Picture size of the random data set, as channels x height x width.", _DATA, "experiment", pattern=r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){2}", wanted="channels x height x width, like 3x32x32")
+    random_classes: int = _setting(10, "Number of classes of the random data set.", _DATA, "experiment", minimum=1, maximum=10**6)
     workers: int | None = _setting(None, "Loader processes per rank; 0 loads in the training process. Unset: 0 for data in memory, else what the CPUs allow.", _DATA, "operation", minimum=0, maximum=512)
     trace: Path | None = _setting(None, "Folder where each rank writes step, sample id and CRC32 of every sample that the model received.", _DATA, "operation")
 
-    model: str = _setting("cnn", "cnn, a torchvision classification model by name, or your own as package.module:function.", _MODEL, "experiment")
+    model: str = _setting("cnn", "cnn, a torchvision classification model by name, or your own as module:function.", _MODEL, "experiment")
     norm: str = _setting("batch", "Normalisation layers of the built-in cnn.", _MODEL, "experiment", choices=("batch", "group"))
     dropout: float = _setting(0.0, "Dropout before the head of the built-in cnn.", _MODEL, "experiment", minimum=0, maximum=0.99)
     sync_batchnorm: bool = _setting(False, "Compute BatchNorm statistics over all ranks (GPUs alone).", _MODEL, "experiment")
@@ -132,26 +141,26 @@ class Config:
     schedule: str = _setting("cosine", "Learning rate after the warm-up.", _OPTIM, "experiment", choices=("cosine", "constant"))
     label_smoothing: float = _setting(0.0, "Label smoothing of the training loss.", _OPTIM, "experiment", minimum=0, maximum=0.99)
     clip_norm: float | None = _setting(None, "Clip the gradient to this norm.", _OPTIM, "experiment", above=0)
-    global_batch_size: int = _setting(256, "Samples per optimizer step, over all ranks.", _OPTIM, "experiment", minimum=1)
+    global_batch_size: int = _setting(256, "Samples per optimizer step, over all ranks.", _OPTIM, "experiment", minimum=1, maximum=10**7)
     device_batch_size: int | None = _setting(None, "Most samples that one device takes at once; more are taken as micro-batches. Unset: no limit.", _OPTIM, "operation", minimum=1)
 
     eval_every: int = _setting(0, "Steps between evaluations; 0 evaluates after each epoch.", _OUT, "operation", minimum=0)
-    eval_batch_size: int = _setting(1000, "Samples per rank and evaluation batch.", _OUT, "operation", minimum=1)
+    eval_batch_size: int = _setting(1000, "Samples per rank and evaluation batch.", _OUT, "operation", minimum=1, maximum=10**7)
     log_every: int = _setting(50, "Steps between log lines.", _OUT, "operation", minimum=1)
     log_format: str = _setting("text", "Form of the log lines.", _OUT, "operation", choices=("text", "json"))
 
     launcher: str = _setting("auto", "Who starts the ranks: auto asks the environment; agent, spawn and none are ours; the others force a reading.", _LAUNCH, "operation", choices=("auto", "agent", "spawn", "none", "torchrun", "env", "pod", "openmpi", "mvapich", "slurm", "pmi"))
     strategy: str = _setting("auto", "auto (ddp for several ranks, else single), single, dp (nn.DataParallel) or ddp.", _LAUNCH, "operation", choices=("auto", "single", "dp", "ddp"))
-    nnodes: int | None = _setting(None, "Number of nodes.", _LAUNCH, "operation", minimum=1)
+    nnodes: int | None = _setting(None, "Number of nodes.", _LAUNCH, "operation", minimum=1, maximum=10**5)
     node_rank: int | None = _setting(None, "Number of this node, from 0.", _LAUNCH, "operation", minimum=0)
-    nproc_per_node: str | None = _setting(None, "Ranks on this node: a number, or auto or gpu for one per visible GPU (1 where there is none).", _LAUNCH, "operation")
+    nproc_per_node: str | None = _setting(None, "Ranks on this node: a number, or auto or gpu for one per visible GPU (1 where there is none).", _LAUNCH, "operation", pattern="0*[1-9][0-9]{0,3}|(?i:auto|gpu)", wanted="a whole number from 1 to 9999, auto or gpu")
     master_addr: str | None = _setting(None, "Name or address of node 0.", _LAUNCH, "operation")
     master_port: int | None = _setting(None, "Port on node 0. Unset: 29500, and any free port on a single node.", _LAUNCH, "operation", minimum=1, maximum=65535)
     device: str = _setting("auto", "Where to train.", _LAUNCH, "operation", choices=("auto", "cpu", "cuda"))
     backend: str = _setting("auto", "Collectives: nccl on GPUs, gloo on CPUs.", _LAUNCH, "operation", choices=("auto", "nccl", "gloo"))
-    rendezvous_seconds: float = _setting(600.0, "How long ranks wait for each other at the start.", _LAUNCH, "operation", above=0)
-    collective_seconds: float = _setting(300.0, "How long a rank waits for its peers in one collective.", _LAUNCH, "operation", above=0)
-    grace: float = _setting(30.0, "Seconds between a stop signal and the end of what has not ended by then.", _LAUNCH, "operation", minimum=0)
+    rendezvous_seconds: float = _setting(600.0, "How long ranks wait for each other at the start.", _LAUNCH, "operation", above=0, maximum=_MONTH)
+    collective_seconds: float = _setting(300.0, "How long a rank waits for its peers in one collective.", _LAUNCH, "operation", above=0, maximum=_MONTH)
+    grace: float = _setting(30.0, "Seconds between a stop signal and the end of what has not ended by then.", _LAUNCH, "operation", minimum=0, maximum=_MONTH)
 
 
 @functools.cache
@@ -185,31 +194,30 @@ def parse(setting: Setting, text: str, *, origin: str) -> Scalar:
     try:
         value: Scalar = _BOOLS[text.lower()] if setting.kind is bool else setting.kind(text)
     except (ValueError, KeyError):
-        raise SettingError(_wrong(setting, text, origin)) from None
-    return check(setting, value, origin=origin)
-
-
-_BOOLS = dict.fromkeys(_TRUE, True) | dict.fromkeys(_FALSE, False)
-
-
-def check(setting: Setting, value: Scalar, *, origin: str) -> Scalar:
-    """Return `value`, or raise SettingError if it is outside what the setting allows."""
-    if value is None:
-        return value
-    bad = bool(setting.choices) and value not in setting.choices
-    if setting.kind in (int, float):
-        number = float(typing.cast(float, value))
-        bad = bad or not math.isfinite(number)
-        bad = bad or (setting.minimum is not None and number < setting.minimum)
-        bad = bad or (setting.maximum is not None and number > setting.maximum)
-        bad = bad or (setting.above is not None and number <= setting.above)
-    if bad:
-        raise SettingError(_wrong(setting, str(value), origin))
+        value = None
+    if value is None or not _is_allowed(setting, value):
+        raise SettingError(f"{setting.flag} is {_shortened(text)!r} ({origin}); allowed: {setting.allowed}")
     return value
 
 
-def _wrong(setting: Setting, text: str, origin: str) -> str:
-    return f"{setting.flag} is {text!r} ({origin}); allowed: {setting.allowed}"
+_BOOLS = dict.fromkeys(_TRUE, True) | dict.fromkeys(_FALSE, False)
+_MOST_SHOWN = 80
+
+
+def _is_allowed(setting: Setting, value: str | int | float | Path) -> bool:
+    if isinstance(value, Path):
+        return True
+    if isinstance(value, str):
+        return value in setting.choices if setting.choices else re.fullmatch(setting.pattern or "(?s:.*)", value) is not None
+    # Not by float(value): that rounds whole numbers above 2**53, and overflows.
+    finite = isinstance(value, int) or math.isfinite(value)
+    low = setting.minimum is None or value >= setting.minimum
+    high = setting.maximum is None or value <= setting.maximum
+    return finite and low and high and (setting.above is None or value > setting.above)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def build(values: Mapping[str, Scalar]) -> Config:
@@ -230,8 +238,6 @@ def _check_together(config: Config) -> None:
         raise SettingError("--strategy dp does not work with --compile; use --strategy ddp, or drop --compile")
     if config.strategy in ("single", "dp") and (config.nnodes or 1) > 1:
         raise SettingError(f"--strategy {config.strategy} is for one node, but --nnodes is {config.nnodes}; use --strategy ddp")
-    if config.run_name is not None and (config.run_name in (".", "..") or "/" in config.run_name):
-        raise SettingError(f"--run-name is {config.run_name!r}; allowed: a folder's name, without /")
 
 
 def experiment(config: Config) -> dict[str, Scalar]:

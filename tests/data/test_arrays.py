@@ -157,7 +157,7 @@ def test_missing_idx_files_are_listed_with_both_places(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         load("mnist", data_dir=tmp_path)
     text = str(caught.value)
-    assert f"{FILES['test'][1]} not found" in text
+    assert f"holds no {FILES['test'][1]};" in text
     assert all(name in text for pair in FILES.values() for name in pair)
     assert str(tmp_path / "MNIST/raw") in text
     assert "\n" not in text

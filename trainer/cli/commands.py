@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,9 +13,10 @@ import typer
 
 from trainer import __version__, codes, log
 from trainer.cli import launching
-from trainer.cli.environment import read_environment
+from trainer.cli.environment import Texts, read_environment
 from trainer.cli.options import Resolved, with_settings
 from trainer.cli.pages import config_page, settings_page
+from trainer.cli.ranks import describe_error
 from trainer.codes import TrainerError
 
 app = typer.Typer(
@@ -32,14 +33,15 @@ app = typer.Typer(
 
 def _show_version(value: bool) -> None:
     if value:
-        print(f"trainer {__version__}")
+        _print(f"trainer {__version__}\n")
         raise typer.Exit
 
 
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and end.")
+        bool,
+        typer.Option("--version", is_eager=True, callback=_show_version, metavar="", help="Show the version and end."),
     ] = False,
     local_rank: Annotated[str | None, typer.Option("--local-rank", "--local_rank", hidden=True)] = None,
 ) -> None:
@@ -77,7 +79,9 @@ def show_config(
     ] = False,
 ) -> int:
     """Show every setting."""
-    print(settings_page() if reference else config_page(resolved), end="")
+    for line in resolved.warnings:
+        log.warning(line)
+    _print(settings_page() if reference else config_page(resolved))
     return codes.OK
 
 
@@ -88,18 +92,27 @@ def show_config(
 @with_settings
 def show_launch(resolved: Resolved) -> int:
     """Show what was discovered."""
-    print(launching.describe_launch(resolved), end="")
+    _print(launching.describe_launch(resolved))
     return codes.OK
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code; every error that a person can cause is one line."""
-    args = list(sys.argv[1:] if arguments is None else arguments)
+    _mend_streams()
     log.setup("text")
+    code = _run(list(sys.argv[1:] if arguments is None else arguments))
     try:
-        _clean_environment()
+        sys.stdout.flush()
+    except OSError:  # the disk is full, and log lines still wait
+        log.discard(sys.stdout)
+    return code
+
+
+def _run(args: list[str]) -> int:
+    try:
         # Not standalone: usage errors come out as exceptions, and are one line here instead of a box.
-        code: Any = typer.main.get_command(app).main(args=args, prog_name="trainer", standalone_mode=False)
+        command = typer.main.get_command(app)
+        code: Any = command.main(args=args, prog_name="trainer", standalone_mode=False, obj=_clean_environment())
     except TrainerError as error:
         log.error(str(error))
         return error.code
@@ -110,28 +123,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else codes.OK
 
 
+def _mend_streams() -> None:
+    """Open what the caller has closed (else a socket would become the children's stdout), and print any name somehow."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number, which is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, "w" if descriptor else "r", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _print(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        log.discard(sys.stdout)
+        if not isinstance(error, BrokenPipeError):  # `trainer config | head -1` is fine
+            raise TrainerError(f"the output cannot be written: {error.strerror}") from error
+
+
 def _usage_error(error: Exception) -> int:
     # typer brings its own parser, whose exceptions are known by what they offer.
     tell = getattr(error, "format_message", None)
     if tell is None:
         if type(error).__name__ == "Abort":
             return codes.INTERRUPTED
-        traceback.print_exc()
+        log.failure(f"unexpected {describe_error(error)}")
         return codes.UNEXPECTED
     if type(error).__name__ == "NoArgsIsHelpError":
-        print(tell(), file=sys.stderr)
-        return codes.SETTING
+        return codes.SETTING  # the help has been printed
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "trainer"
     log.error(f"{' '.join(tell().split())} See `{path} --help`.")
     return codes.SETTING
 
 
-def _clean_environment() -> None:
+def _clean_environment() -> Texts:
+    """Leave in os.environ only what the parser may read as settings, in the form that it reads."""
     found = read_environment(os.environ)
-    for line in found.warnings:
-        log.warning(line)
     for name in found.dropped:
         del os.environ[name]
     for name, text in found.values.items():
         os.environ[f"TRAINER_{name.upper()}"] = text
+    return found

@@ -7,6 +7,7 @@ have taken off. What Kubernetes sets for its Services (TRAINER_METRICS_PORT=tcp:
 from __future__ import annotations
 
 import difflib
+import io
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -47,8 +48,9 @@ def _by_variable() -> dict[str, Setting]:
 
 def nearest(name: str) -> str:
     """Return " (did you mean X?)" for an unknown variable, or nothing where no name is near."""
-    near = difflib.get_close_matches(name, _by_variable(), n=1, cutoff=0.6)
-    return f" (did you mean {near[0]}?)" if near else ""
+    # Without the prefix, which would make any two names near.
+    near = difflib.get_close_matches(name.removeprefix(PREFIX), [item.upper() for item in settings()], n=1)
+    return f" (did you mean {PREFIX}{near[0]}?)" if near else ""
 
 
 def read_environment(environ: Mapping[str, str]) -> Texts:
@@ -98,15 +100,8 @@ def read_file(path: Path) -> Texts:
     """
     import dotenv.parser
 
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise SettingError(f"--env-file {path} cannot be read: {reason}") from error
-    import io
-
     known, found = _by_variable(), Texts()
-    for binding in dotenv.parser.parse_stream(io.StringIO(text)):
+    for binding in dotenv.parser.parse_stream(io.StringIO(_read_text(path), newline=None)):
         where = f"{path}, line {_line(binding.original)}"
         if binding.error:
             raise SettingError(
@@ -119,7 +114,7 @@ def read_file(path: Path) -> Texts:
         if not binding.key.startswith(PREFIX):
             found.others[binding.key] = binding.value
         elif binding.key in known:
-            _take(found, known[binding.key], binding.value, f"{where} ({binding.key})")
+            _take(found, known[binding.key], binding.value, f"{where}, {binding.key}")
         elif not binding.key.startswith("TRAINER_TEST_"):
             raise SettingError(
                 f"{where}: {binding.key} is no setting of the trainer{nearest(binding.key)}; `trainer config` lists them"
@@ -127,10 +122,26 @@ def read_file(path: Path) -> Texts:
     return found
 
 
+def _read_text(path: Path) -> str:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise SettingError(f"--env-file {path} cannot be read: {error.strerror}") from error
+    try:
+        text = content.decode("utf-8-sig")
+        bad = content.find(b"\0")
+    except UnicodeDecodeError as error:
+        text, bad = "", error.start
+    if bad >= 0:
+        line = content.count(b"\n", 0, bad) + 1
+        raise SettingError(f"{path}, line {line}: this is not UTF-8 text; save the file as UTF-8")
+    return text
+
+
 def _line(original: object) -> int:
     # A binding begins with the blank lines before it.
     text, line = str(getattr(original, "string", "")), int(getattr(original, "line", 1))
-    return line + len(text[: len(text) - len(text.lstrip())].splitlines()) if text.strip() else line
+    return line + text[: len(text) - len(text.lstrip())].count("\n")
 
 
 def read_files(paths: list[Path]) -> Texts:

@@ -7,27 +7,17 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
-import threading
-import time
-import traceback
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainer import agent, codes, devices, log, stop
 from trainer.cli.environment import AGENT_PID, STORE_FD
 from trainer.cli.options import Resolved
-from trainer.codes import SettingError, Stopped, TrainerError
+from trainer.cli.ranks import exit_now, run_rank, visible_devices
+from trainer.codes import SettingError
 from trainer.launch import Node, Options, Rank, child_environment, describe, discover, find_idle_devices
-
-if TYPE_CHECKING:
-    import socket
-
-    from trainer.train import Start
-
-_STARTED = time.time()
-#: How long a rank may take to end by itself once another rank has published its end.
-_FAREWELL_SECONDS = 3.0
 
 
 def dispatch(resolved: Resolved, *, command: str, target: Path | None = None) -> int:
@@ -37,6 +27,7 @@ def dispatch(resolved: Resolved, *, command: str, target: Path | None = None) ->
         SettingError: the launch is wrong, before anything was started.
     """
     config = resolved.config
+    _export(resolved.others)
     place = _discover(resolved)
     is_child = AGENT_PID in os.environ
     log.setup(config.log_format, rank=place.rank if isinstance(place, Rank) else None)
@@ -44,8 +35,6 @@ def dispatch(resolved: Resolved, *, command: str, target: Path | None = None) ->
         for line in _warnings(resolved, place):
             log.warning(line)
         log.info(describe(place))
-    for name, value in resolved.others.items():
-        os.environ.setdefault(name, value)
     if isinstance(place, Rank):
         _set_environment(_rank_environment(resolved, place.local_world_size or 1))
         return run_rank(resolved, place, command=command, target=target, listen_fd=_store_fd())
@@ -75,19 +64,18 @@ def _discover(resolved: Resolved) -> Rank | Node:
 
 
 def _warnings(resolved: Resolved, place: Rank | Node) -> list[str]:
-    idle = find_idle_devices(place, devices=len(_visible(resolved)))
+    idle = find_idle_devices(place, devices=len(visible_devices(resolved.config)))
     return [*resolved.warnings, *place.warnings, *([idle] if idle else [])]
 
 
-def _visible(resolved: Resolved) -> tuple[str, ...]:
-    return () if resolved.config.device == "cpu" else devices.visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
 def _count_processes(resolved: Resolved, node: Node) -> int:
-    config, visible = resolved.config, _visible(resolved)
-    if config.device == "cuda" and not visible:
+    config, visible = resolved.config, visible_devices(resolved.config)
+    if not visible and (config.device == "cuda" or config.backend == "nccl"):
+        asked, instead = (
+            ("device is cuda", "device cpu") if config.device == "cuda" else ("backend is nccl", "backend gloo")
+        )
         raise SettingError(
-            f"--device is cuda, but no GPU is visible: {_build()}; {devices.cuda_facts()}; use --device cpu or auto"
+            f"--{asked}, but no GPU is visible: {_build()}; {devices.cuda_facts()}; use --{instead} or auto"
         )
     if config.strategy in ("single", "dp"):
         if (node.processes or 1) > 1 or node.nodes > 1:
@@ -110,8 +98,10 @@ def _build() -> str:
 def _rank_environment(resolved: Resolved, local_ranks: int) -> dict[str, str]:
     """Return the variables that must be there before a rank imports torch; what the user set stays."""
     threads = devices.thread_count(local_ranks, user=os.environ.get("OMP_NUM_THREADS"), cpus=devices.usable_cpus())
+    # Threads that sleep while they wait: with the default, which spins, a rank that shares its CPUs with anything else
+    # ran 7 to 12 times slower (measured), and a CPU quota is spent on spinning.
     # torch's native warnings come with a stack; the same events reach a person as our own lines.
-    wanted = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    wanted = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if resolved.config.deterministic:
         wanted["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     return wanted
@@ -124,6 +114,13 @@ def _single_node_environment(node: Node, processes: int) -> dict[str, str]:
 
 def _set_environment(wanted: dict[str, str]) -> None:
     for name, value in wanted.items():
+        if not os.environ.get(name):  # an empty one is unset
+            os.environ[name] = value
+
+
+def _export(others: Mapping[str, str]) -> None:
+    """Set what files say beside settings; the environment wins, also where it is empty: CUDA_VISIBLE_DEVICES= hides all GPUs."""
+    for name, value in others.items():
         os.environ.setdefault(name, value)
 
 
@@ -132,8 +129,25 @@ def _store_fd() -> int | None:
     return int(text) if text else None
 
 
+def _listen(node: Node) -> socket.socket | None:
+    """Open the socket that rank 0 will listen on, on a single node; where a port is asked for, only see that it is free."""
+    try:
+        if node.master_port is None:
+            return agent.listen(node.master_addr)
+        if node.node_rank == 0:
+            dual = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            socket.create_server(("", node.master_port), family=family, dualstack_ipv6=dual).close()
+    except OSError as error:
+        where = f"{node.master_addr}, any port" if node.master_port is None else f"port {node.master_port}"
+        raise SettingError(
+            f"rank 0 cannot listen on {where} of this host ({error.strerror}); see --master-addr and --master-port"
+        ) from error
+    return None
+
+
 def _supervise(node: Node, *, processes: int, grace: float) -> int:
-    listener = agent.listen(node.master_addr) if node.nodes == 1 and node.master_port is None else None
+    listener = _listen(node)
     environments = []
     for index in range(processes):
         environment = dict(os.environ) | _child_variables(node, index, processes=processes, listener=listener)
@@ -152,83 +166,10 @@ def _child_variables(node: Node, index: int, *, processes: int, listener: socket
     return child_environment(node, index, processes=processes, master_port=port)
 
 
-def run_rank(resolved: Resolved, rank: Rank, *, command: str, target: Path | None, listen_fd: int | None) -> int:
-    """Train or evaluate as one rank, in this process, and return its exit code."""
-    stop.restore_defaults()
-    try:
-        start = _start(resolved, rank, listen_fd)
-        from trainer import train  # imports torch, so after the environment is set
-
-        if command == "train":
-            train.run(start)
-        else:
-            assert target is not None
-            train.score(start, target)
-        return codes.OK
-    except Stopped as stopped:
-        log.info(f"stopped by {signal.Signals(stopped.signum).name}")
-        return _leave(stopped.code)
-    except TrainerError as error:
-        if not error.shared or rank.rank == 0:
-            log.error(str(error))
-        return _leave(error.code)
-    except Exception as error:  # noqa: BLE001 - the last door: whatever it is, it becomes an exit code
-        log.error(f"unexpected {type(error).__name__}: {error}")
-        traceback.print_exc()
-        return _leave(codes.UNEXPECTED)
-
-
-def _leave(code: int) -> int:
-    """End the process here if torch's threads are up: after a failure, tearing a broken group down may hang or abort."""
-    if "torch" in sys.modules and threading.active_count() > 1:
-        _exit_now(code)
-    return code
-
-
-def _exit_now(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _end_with_peer(code: int, line: str) -> None:
-    time.sleep(_FAREWELL_SECONDS)
-    log.error(line)
-    _exit_now(code)
-
-
-def _start(resolved: Resolved, rank: Rank, listen_fd: int | None) -> Start:
-    visible = _visible(resolved)
-    from trainer.train import Start
-
-    return Start(
-        config=resolved.config,
-        sources=resolved.sources,
-        rank=rank,
-        stop=stop.Stop(),
-        devices=visible,
-        cpus=devices.usable_cpus(),
-        cache_dir=_cache_dir(resolved),
-        listen_fd=listen_fd,
-        on_end=_end_with_peer,
-        unix_seconds=_STARTED,
-    )
-
-
-def _cache_dir(resolved: Resolved) -> Path | None:
-    if resolved.config.cache_dir is not None:
-        return resolved.config.cache_dir
-    if os.environ.get("XDG_CACHE_HOME"):
-        return Path(os.environ["XDG_CACHE_HOME"]) / "trainer"
-    # Not expanduser: without a home it would name a folder "~" in the working folder.
-    home = os.environ.get("HOME", "")
-    return Path(home) / ".cache" / "trainer" if home.startswith("/") else None
-
-
 def _spawn(resolved: Resolved, node: Node, *, processes: int, command: str, target: Path | None) -> int:
     import torch.multiprocessing
 
-    listener = agent.listen(node.master_addr) if node.nodes == 1 and node.master_port is None else None
+    listener = _listen(node)
     variables = [_child_variables(node, index, processes=processes, listener=listener) for index in range(processes)]
     arguments = (resolved, variables, command, target, listener)
     context = torch.multiprocessing.start_processes(
@@ -270,13 +211,14 @@ def _spawned(
     assert isinstance(rank, Rank)
     log.setup(resolved.config.log_format, rank=rank.rank)
     descriptor = listener.detach() if listener and rank.rank == 0 else None
-    _exit_now(run_rank(resolved, rank, command=command, target=target, listen_fd=descriptor))
+    exit_now(run_rank(resolved, rank, command=command, target=target, listen_fd=descriptor))
 
 
 def describe_launch(resolved: Resolved) -> str:
     """Return what was discovered in this environment, a fact a line. Raises SettingError."""
+    _export(resolved.others)
     place = _discover(resolved)
-    visible = _visible(resolved)
+    visible = visible_devices(resolved.config)
     rows = [("launcher", place.launcher), ("discovered", describe(place))]
     if isinstance(place, Node):
         processes = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ class Resolved:
 
     Attributes:
         sources: where each setting's value came from, by name.
-        warnings: one line each, about files.
+        warnings: one line each, about the environment and files.
         others: keys of .env files that are no settings.
         local_rank: what the legacy torch.distributed.launch gave as an argument, or None.
     """
@@ -36,7 +37,8 @@ class Resolved:
     local_rank: int | None
 
 
-_METAVARS = {int: "INTEGER", float: "NUMBER", Path: "PATH", str: "TEXT"}
+_WORKING_FILE = Path(".env")
+_METAVARS = {int: "INTEGER", float: "NUMBER", Path: "PATH", str: "TEXT", bool: ""}
 
 
 def _option(item: Setting) -> inspect.Parameter:
@@ -44,10 +46,7 @@ def _option(item: Setting) -> inspect.Parameter:
     default = str(item.default).lower() if item.kind is bool else str(item.default)
     words = "" if item.default is None else f" (default: {default})"
     shown: dict[str, Any] = {"help": item.help + words, "rich_help_panel": item.panel, "show_default": False}
-    if item.kind is not bool:
-        shown["metavar"] = (
-            "|".join(item.choices) if 0 < len(item.choices) <= 4 else "WORD" if item.choices else _METAVARS[item.kind]
-        )
+    shown["metavar"] = "|".join(item.choices) if 0 < len(item.choices) <= 4 else _METAVARS[item.kind]
     if len(item.choices) > 4:
         shown["help"] += " One of: " + ", ".join(item.choices) + "."
     option = typer.Option(flags, envvar=item.variable, show_envvar=False, **shown)
@@ -67,19 +66,19 @@ def _extra_options() -> list[inspect.Parameter]:
         metavar="PATH",
     )
     local = typer.Option("--local-rank", "--local_rank", hidden=True)
-    annotations = {"env_file": Annotated[list[Path] | None, files], "local_rank": Annotated[str | None, local]}
+    annotations = {"env_file": Annotated[list[str] | None, files], "local_rank": Annotated[str | None, local]}
     return [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
         for name, kind in annotations.items()
     ]
 
 
-def _load_files(ctx: typer.Context, value: list[Path] | None) -> list[Path] | None:
+def _load_files(ctx: typer.Context, value: list[str] | None) -> list[str] | None:
     """Put the .env files' values in as the parser's default map, before the other options are read."""
-    paths = list(value or [])
-    if not paths and Path(".env").is_file():
-        paths = [Path(".env")]
+    paths = [Path(text) for text in value or [] if text] or ([_WORKING_FILE] if os.path.isfile(_WORKING_FILE) else [])  # noqa: PTH113 - Path.is_file raises
     texts = read_files(paths)
+    if isinstance(ctx.obj, Texts):  # what the environment said
+        texts.warnings[:0] = ctx.obj.warnings
     ctx.default_map = dict(texts.values)
     ctx.obj = texts
     return value

@@ -53,8 +53,9 @@ def _find_all(folder: Path, subfolder: str) -> dict[str, Path]:
     found = {name: _find(name, folder, folder / subfolder) for name in names}
     missing = [name for name, path in found.items() if path is None]
     if missing:
+        found_words = "none of the files" if len(missing) == len(names) else f"no {' and no '.join(missing)}"
         raise DataError(
-            f"--data-dir {folder}: {', '.join(missing)} not found; expected {', '.join(names)}, each plain or with .gz, "
+            f"--data-dir {folder} holds {found_words}; expected {', '.join(names)}, each plain or with .gz, "
             f"in {folder} or in {folder / subfolder}"
         )
     return {name: path for name, path in found.items() if path is not None}

@@ -91,7 +91,9 @@ def _glyphs(config: Config, *, cache_dir: Path | None) -> DataSet:
 def _idx(config: Config) -> DataSet:
     subfolder, mean, std = IDX_SETS[config.dataset]
     if config.data_dir is None:
-        raise SettingError(f"--data-dir is not set; --dataset {config.dataset} needs the folder of its files")
+        raise SettingError(
+            f"--data-dir is not set; --dataset {config.dataset} needs the folder that holds its files ({idx.FILES['train'][0]} ...)"
+        )
     splits = idx.read_splits(config.data_dir, subfolder=subfolder)
     height, width = splits["train"][0].shape[2:]
     return DataSet(

@@ -98,7 +98,7 @@ def _half_set(reader: Reader, group: tuple[str, ...]) -> SettingError:
     there = ", ".join(f"{name}={reader.text(name)}" for name in group if name not in missing)
     return SettingError(
         f"half-set launch variables: {there} set, but not {', '.join(missing)}; "
-        "set what the launcher needs, unset the rest, or use --launcher agent"
+        "unset them for a single process, set the others, or use --launcher agent or none"
     )
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer import log
-from trainer.codes import Diverged, Stopped
+from trainer.codes import Diverged, SettingError, Stopped
 from trainer.config import Config
 from trainer.data import Batch
 from trainer.evaluate import Prepare, Score
@@ -36,6 +36,7 @@ class State:
         network: what a step calls: the model, or a wrapper around it.
         step: optimizer steps done.
         score: the last evaluation, with the step it was made at.
+        checked: whether a step has shown that every weight takes part.
     """
 
     model: nn.Module
@@ -44,6 +45,7 @@ class State:
     step: int = 0
     score: Score | None = None
     scored_at: int = 0
+    checked: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Update:
                 part_loss = self._loss(state.network, *part)
                 part_loss.backward()
             losses.append(part_loss.detach())
+        if not state.checked:
+            _check_all_used(state, self.config)
         if self.config.clip_norm is not None:
             nn.utils.clip_grad_norm_(state.model.parameters(), self.config.clip_norm)
         state.optimizer.step()
@@ -148,6 +152,19 @@ def fit(
 def _check_finite(score: Score, *, step: int) -> None:
     if not math.isfinite(score.loss):
         raise Diverged(f"the loss on the test set is not finite after step {step}; lower --lr", shared=True)
+
+
+def _check_all_used(state: State, config: Config) -> None:
+    """Refuse a model whose forward leaves weights out: DDP would wait for their gradients and fail in the next step."""
+    state.checked = True
+    unused = [name for name, weight in state.model.named_parameters() if weight.requires_grad and weight.grad is None]
+    if unused and isinstance(state.network, DistributedDataParallel) and not config.deterministic:
+        names = ", ".join(unused[:5]) + (" ..." if len(unused) > 5 else "")
+        raise SettingError(
+            f"--model {config.model}: forward does not use {len(unused)} of its weights ({names}), and DDP needs a "
+            "gradient for each; remove or freeze them, or add --deterministic, which allows it",
+            shared=True,
+        )
 
 
 def reseed(seed: int, *, rank: int, step: int) -> None:

@@ -1,0 +1,112 @@
+"""One rank in this process: from settings to its exit code. How ranks are found and started is in `launching.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer import codes, devices, log, stop
+from trainer.cli.options import Resolved
+from trainer.codes import Stopped, TrainerError
+from trainer.config import Config
+from trainer.launch import Rank
+
+if TYPE_CHECKING:
+    from trainer.train import Start
+
+_STARTED = time.time()
+#: How long a rank may take to end by itself once another rank has published its end.
+_FAREWELL_SECONDS = 3.0
+
+
+def run_rank(resolved: Resolved, rank: Rank, *, command: str, target: Path | None, listen_fd: int | None) -> int:
+    """Train or evaluate as one rank, in this process, and return its exit code."""
+    stop.restore_defaults()
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)  # for module:function in the working folder, as `python -m` does
+    try:
+        start = _start(resolved, rank, listen_fd)
+        from trainer import train  # imports torch, so after the environment is set
+
+        if command == "train":
+            train.run(start)
+        else:
+            assert target is not None
+            train.score(start, target)
+        return codes.OK
+    except Stopped as stopped:
+        log.info(f"stopped by {signal.Signals(stopped.signum).name}")
+        return _leave(stopped.code)
+    except TrainerError as error:
+        if not error.shared or rank.rank == 0:
+            log.error(str(error))
+        return _leave(error.code)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the last door; code of the user's must not end a rank with 0
+        log.failure(f"unexpected {describe_error(error)}")
+        return _leave(codes.UNEXPECTED)
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error's type and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _leave(code: int) -> int:
+    """End the process here if torch's threads are up: after a failure, tearing a broken group down may hang or abort."""
+    if "torch" in sys.modules and threading.active_count() > 1:
+        exit_now(code)
+    return code
+
+
+def exit_now(code: int) -> None:
+    """End this process without the interpreter's cleaning up."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _end_with_peer(code: int, line: str) -> None:
+    time.sleep(_FAREWELL_SECONDS)
+    log.error(line)
+    exit_now(code)
+
+
+def _start(resolved: Resolved, rank: Rank, listen_fd: int | None) -> Start:
+    visible = visible_devices(resolved.config)
+    from trainer.train import Start
+
+    return Start(
+        config=resolved.config,
+        sources=resolved.sources,
+        rank=rank,
+        stop=stop.Stop(),
+        devices=visible,
+        cpus=devices.usable_cpus(),
+        cache_dir=_cache_dir(resolved),
+        listen_fd=listen_fd,
+        on_end=_end_with_peer,
+        unix_seconds=_STARTED,
+    )
+
+
+def _cache_dir(resolved: Resolved) -> Path | None:
+    if resolved.config.cache_dir is not None:
+        return resolved.config.cache_dir
+    if os.environ.get("XDG_CACHE_HOME"):
+        return Path(os.environ["XDG_CACHE_HOME"]) / "trainer"
+    # Not expanduser: without a home it would name a folder "~" in the working folder.
+    home = os.environ.get("HOME", "")
+    return Path(home) / ".cache" / "trainer" if home.startswith("/") else None
+
+
+def visible_devices(config: Config) -> tuple[str, ...]:
+    """Return the devices (UUIDs) that this process may train on; none where --device is cpu."""
+    return () if config.device == "cpu" else devices.visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"))
