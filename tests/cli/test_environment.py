@@ -88,7 +88,7 @@ def test_unknown_variable_is_a_warning_with_the_nearest_name() -> None:
 
 
 def test_what_is_passed_over_in_silence() -> None:
-    ours = {"TRAINER_TEST_DATA": "/d", "TRAINER_AGENT_PID": "1", "TRAINER_STORE_FD": "5"}
+    ours = {"TRAINER_TEST_DATA": "/d", "TRAINER_AGENT_PID": "1", "TRAINER_AGENT_JOB": "{}", "TRAINER_STORE_FD": "5"}
     links = {
         "TRAINER_SERVICE_HOST": "10.0.0.1",
         "TRAINER_SERVICE_PORT": "80",

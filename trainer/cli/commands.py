@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from collections.abc import Sequence
@@ -14,9 +13,11 @@ import typer
 from trainer import __version__, codes, log
 from trainer.cli import launching
 from trainer.cli.environment import Texts, read_environment
-from trainer.cli.options import Resolved, with_settings
-from trainer.cli.pages import config_page, settings_page
+from trainer.cli.options import with_settings
+from trainer.cli.pages import config_page, launch_page, settings_page
 from trainer.cli.ranks import describe_error
+from trainer.cli.resolved import Job, Resolved
+from trainer.cli.streams import flush, mend_streams
 from trainer.codes import TrainerError
 
 app = typer.Typer(
@@ -54,7 +55,7 @@ def _root(
 @with_settings
 def train(resolved: Resolved) -> int:
     """Train a model."""
-    return launching.dispatch(resolved, command="train")
+    return launching.dispatch(Job(resolved, "train"))
 
 
 @app.command(
@@ -67,7 +68,7 @@ def evaluate(
     target: Annotated[Path, typer.Argument(metavar="CHECKPOINT_OR_RUN", help="A checkpoint's or a run's folder.")],
 ) -> int:
     """Evaluate a checkpoint."""
-    return launching.dispatch(resolved, command="eval", target=target)
+    return launching.dispatch(Job(resolved, "eval", target))
 
 
 @app.command("config", help="Show every setting, its value, and where it came from.")
@@ -92,19 +93,16 @@ def show_config(
 @with_settings
 def show_launch(resolved: Resolved) -> int:
     """Show what was discovered."""
-    _print(launching.describe_launch(resolved))
+    _print(launch_page(resolved))
     return codes.OK
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run_command(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code; every error that a person can cause is one line."""
-    _mend_streams()
+    mend_streams()
     log.setup("text")
     code = _run(list(sys.argv[1:] if arguments is None else arguments))
-    try:
-        sys.stdout.flush()
-    except OSError:  # the disk is full, and log lines still wait
-        log.discard(sys.stdout)
+    flush()
     return code
 
 
@@ -121,20 +119,6 @@ def _run(args: list[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the last door: whatever it is, it becomes an exit code
         return _usage_error(error)
     return code if isinstance(code, int) else codes.OK
-
-
-def _mend_streams() -> None:
-    """Open what the caller has closed (else a socket would become the children's stdout), and print any name somehow."""
-    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number, which is this one
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(descriptor, "w" if descriptor else "r", closefd=False))  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def _print(text: str) -> None:

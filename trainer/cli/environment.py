@@ -17,7 +17,7 @@ from trainer.codes import SettingError
 from trainer.config import PREFIX, Setting, parse, settings
 
 #: Variables of our own that are no settings: the agent tells its children who it is, and where the store's socket is.
-AGENT_PID, STORE_FD = "TRAINER_AGENT_PID", "TRAINER_STORE_FD"
+AGENT_PID, AGENT_JOB, STORE_FD = "TRAINER_AGENT_PID", "TRAINER_AGENT_JOB", "TRAINER_STORE_FD"
 
 _LINK_NAME = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?$")
 _LINK_VALUE = re.compile(r"^(tcp|udp|sctp)://")
@@ -61,7 +61,7 @@ def read_environment(environ: Mapping[str, str]) -> Texts:
     """
     known, found = _by_variable(), Texts()
     for name in sorted(environ):
-        if not name.startswith(PREFIX) or name.startswith("TRAINER_TEST_") or name in (AGENT_PID, STORE_FD):
+        if not name.startswith(PREFIX) or name.startswith("TRAINER_TEST_") or name in (AGENT_PID, AGENT_JOB, STORE_FD):
             continue
         value = environ[name]
         if _LINK_VALUE.match(value):

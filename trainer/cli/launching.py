@@ -10,46 +10,60 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 from trainer import agent, codes, devices, log, stop
-from trainer.cli.environment import AGENT_PID, STORE_FD
-from trainer.cli.options import Resolved
+from trainer.cli.environment import AGENT_JOB, AGENT_PID, STORE_FD
 from trainer.cli.ranks import exit_now, run_rank, visible_devices
-from trainer.codes import SettingError
+from trainer.cli.resolved import Job, Resolved
+from trainer.cli.streams import flush, mend_streams
+from trainer.codes import SettingError, TrainerError
 from trainer.launch import Node, Options, Rank, child_environment, describe, discover, find_idle_devices
 
 
-def dispatch(resolved: Resolved, *, command: str, target: Path | None = None) -> int:
-    """Run `train` or `eval` in every rank that belongs here and return the exit code.
+def dispatch(job: Job) -> int:
+    """Run the job in every rank that belongs here and return the exit code.
 
     Raises:
         SettingError: the launch is wrong, before anything was started.
     """
-    config = resolved.config
-    _export(resolved.others)
-    place = _discover(resolved)
+    resolved, config = job.resolved, job.resolved.config
+    export(resolved.others)
+    place = discover_place(resolved)
     is_child = AGENT_PID in os.environ
     log.setup(config.log_format, rank=place.rank if isinstance(place, Rank) else None)
     if not is_child:
-        for line in _warnings(resolved, place):
+        for line in launch_warnings(resolved, place):
             log.warning(line)
         log.info(describe(place))
     if isinstance(place, Rank):
         _set_environment(_rank_environment(resolved, place.local_world_size or 1))
-        return run_rank(resolved, place, command=command, target=target, listen_fd=_store_fd())
+        return run_rank(job, place, listen_fd=_store_fd())
     if place.elastic is not None:
         raise SettingError(
             f"nodes {place.elastic.minimum}:{place.elastic.maximum} (elastic) cannot be started yet; give a fixed number with --nnodes"
         )
-    processes = _count_processes(resolved, place)
+    processes = count_processes(resolved, place)
     _set_environment(_rank_environment(resolved, processes) | _single_node_environment(place, processes))
     if place.launcher == "spawn":
-        return _spawn(resolved, place, processes=processes, command=command, target=target)
-    return _supervise(place, processes=processes, grace=config.grace)
+        return _spawn(job, place, processes=processes)
+    return _supervise(job, place, processes=processes)
 
 
-def _discover(resolved: Resolved) -> Rank | Node:
+def run_child() -> int:
+    """Run the job that our agent handed over in the environment and return the exit code."""
+    mend_streams()
+    job = Job.loads(os.environ.pop(AGENT_JOB))
+    try:
+        return dispatch(job)
+    except TrainerError as error:
+        log.error(str(error))
+        return error.code
+    finally:
+        flush()
+
+
+def discover_place(resolved: Resolved) -> Rank | Node:
+    """Find out what this process is, from the options and the environment. Raises SettingError."""
     config = resolved.config
     options = Options(
         launcher=config.launcher,
@@ -63,12 +77,14 @@ def _discover(resolved: Resolved) -> Rank | Node:
     return discover(os.environ, options)
 
 
-def _warnings(resolved: Resolved, place: Rank | Node) -> list[str]:
+def launch_warnings(resolved: Resolved, place: Rank | Node) -> list[str]:
+    """Return what a person should hear about settings and launch, one line each."""
     idle = find_idle_devices(place, devices=len(visible_devices(resolved.config)))
     return [*resolved.warnings, *place.warnings, *([idle] if idle else [])]
 
 
-def _count_processes(resolved: Resolved, node: Node) -> int:
+def count_processes(resolved: Resolved, node: Node) -> int:
+    """Return how many ranks to start on this node. Raises SettingError: there are not the devices for them."""
     config, visible = resolved.config, visible_devices(resolved.config)
     if not visible and (config.device == "cuda" or config.backend == "nccl"):
         asked, instead = (
@@ -118,7 +134,7 @@ def _set_environment(wanted: dict[str, str]) -> None:
             os.environ[name] = value
 
 
-def _export(others: Mapping[str, str]) -> None:
+def export(others: Mapping[str, str]) -> None:
     """Set what files say beside settings; the environment wins, also where it is empty: CUDA_VISIBLE_DEVICES= hides all GPUs."""
     for name, value in others.items():
         os.environ.setdefault(name, value)
@@ -146,18 +162,22 @@ def _listen(node: Node) -> socket.socket | None:
     return None
 
 
-def _supervise(node: Node, *, processes: int, grace: float) -> int:
+def _supervise(job: Job, node: Node, *, processes: int) -> int:
     listener = _listen(node)
     environments = []
     for index in range(processes):
         environment = dict(os.environ) | _child_variables(node, index, processes=processes, listener=listener)
-        environment[AGENT_PID] = str(os.getpid())
+        environment |= {AGENT_PID: str(os.getpid()), AGENT_JOB: job.dumps()}
         if listener and index == 0:
             environment[STORE_FD] = str(listener.fileno())
         environments.append(environment)
     command = [sys.executable, "-m", "trainer", *sys.argv[1:]]
     return agent.supervise(
-        command, environments=environments, first_rank=node.node_rank * processes, grace=grace, listener=listener
+        command,
+        environments=environments,
+        first_rank=node.node_rank * processes,
+        grace=job.resolved.config.grace,
+        listener=listener,
     )
 
 
@@ -166,12 +186,12 @@ def _child_variables(node: Node, index: int, *, processes: int, listener: socket
     return child_environment(node, index, processes=processes, master_port=port)
 
 
-def _spawn(resolved: Resolved, node: Node, *, processes: int, command: str, target: Path | None) -> int:
+def _spawn(job: Job, node: Node, *, processes: int) -> int:
     import torch.multiprocessing
 
     listener = _listen(node)
     variables = [_child_variables(node, index, processes=processes, listener=listener) for index in range(processes)]
-    arguments = (resolved, variables, command, target, listener)
+    arguments = (job, variables, listener)
     context = torch.multiprocessing.start_processes(
         _spawned, args=arguments, nprocs=processes, join=False, start_method="spawn"
     )
@@ -189,7 +209,7 @@ def _spawn(resolved: Resolved, node: Node, *, processes: int, command: str, targ
     for signum in stop.SIGNALS:
         signal.signal(signum, forward)
     try:
-        while not context.join(grace_period=resolved.config.grace):
+        while not context.join(grace_period=job.resolved.config.grace):
             pass
     except torch.multiprocessing.ProcessExitedException as error:
         ends.add(first_rank + error.error_index, codes.from_process(error.exit_code))
@@ -198,49 +218,10 @@ def _spawn(resolved: Resolved, node: Node, *, processes: int, command: str, targ
     return ends.code
 
 
-def _spawned(
-    index: int,
-    resolved: Resolved,
-    variables: list[dict[str, str]],
-    command: str,
-    target: Path | None,
-    listener: socket.socket | None,
-) -> None:
+def _spawned(index: int, job: Job, variables: list[dict[str, str]], listener: socket.socket | None) -> None:
     os.environ.update(variables[index])
     rank = discover(os.environ, Options(launcher="env"))
     assert isinstance(rank, Rank)
-    log.setup(resolved.config.log_format, rank=rank.rank)
+    log.setup(job.resolved.config.log_format, rank=rank.rank)
     descriptor = listener.detach() if listener and rank.rank == 0 else None
-    exit_now(run_rank(resolved, rank, command=command, target=target, listen_fd=descriptor))
-
-
-def describe_launch(resolved: Resolved) -> str:
-    """Return what was discovered in this environment, a fact a line. Raises SettingError."""
-    _export(resolved.others)
-    place = _discover(resolved)
-    visible = visible_devices(resolved.config)
-    rows = [("launcher", place.launcher), ("discovered", describe(place))]
-    if isinstance(place, Node):
-        processes = (
-            _count_processes(resolved, place) if place.elastic is None else place.processes or max(1, len(visible))
-        )
-        rows += [
-            ("nodes", f"{place.nodes}, this is node {place.node_rank}"),
-            ("ranks", f"{processes} on this node, {place.nodes * processes} in all"),
-        ]
-    else:
-        processes = place.local_world_size or 1
-        rows += [("rank", f"{place.rank} of {place.world_size}, local rank {place.local_rank}")]
-        if visible:
-            rows += [("device", f"cuda:{devices.device_index(place.local_rank, len(visible))}")]
-    port = "any free port" if place.master_port is None else str(place.master_port)
-    threads = devices.thread_count(processes, user=os.environ.get("OMP_NUM_THREADS"), cpus=devices.usable_cpus())
-    rows += [
-        ("devices", ", ".join(visible) if visible else f"cpu ({devices.cuda_facts()})"),
-        ("threads", f"{threads} per rank, of {devices.usable_cpus()} usable CPUs"),
-        ("address", f"{place.master_addr}, {port}"),
-        ("read from", ", ".join(place.found) or "no launch variables"),
-        *(("warning", line) for line in _warnings(resolved, place)),
-    ]
-    width = max(len(name) for name, _ in rows)
-    return "".join(f"{name:<{width}}  {value}\n" for name, value in rows)
+    exit_now(run_rank(job, rank, listen_fd=descriptor))

@@ -9,33 +9,14 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from trainer.cli.environment import Texts, read_files
-from trainer.config import Config, Setting, build, parse, settings
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """Hold a command's settings.
-
-    Attributes:
-        sources: where each setting's value came from, by name.
-        warnings: one line each, about the environment and files.
-        others: keys of .env files that are no settings.
-        local_rank: what the legacy torch.distributed.launch gave as an argument, or None.
-    """
-
-    config: Config
-    sources: Mapping[str, str]
-    warnings: list[str]
-    others: Mapping[str, str]
-    local_rank: int | None
-
+from trainer.cli.resolved import Resolved
+from trainer.config import Setting, build, parse, settings
 
 _WORKING_FILE = Path(".env")
 _METAVARS = {int: "INTEGER", float: "NUMBER", Path: "PATH", str: "TEXT", bool: ""}

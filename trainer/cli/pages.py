@@ -1,11 +1,16 @@
-"""The texts of `trainer config`: the values with their sources, and the reference page of all settings."""
+"""The texts of `trainer config` and `trainer launch`."""
 
 from __future__ import annotations
 
+import os
 from itertools import groupby
 
-from trainer.cli.options import Resolved
+from trainer import devices
+from trainer.cli.launching import count_processes, discover_place, export, launch_warnings
+from trainer.cli.ranks import visible_devices
+from trainer.cli.resolved import Resolved
 from trainer.config import settings
+from trainer.launch import Node, Rank, describe
 
 
 def config_page(resolved: Resolved) -> str:
@@ -49,3 +54,46 @@ def settings_page() -> str:
             resume = "must match" if item.tag == "experiment" else "may change"
             parts.append(f"| `{item.flag}` | {_shown(item.default)} | {allowed} | {resume} | {item.help} |\n")
     return "".join(parts)
+
+
+def launch_page(resolved: Resolved) -> str:
+    """Return what is found in this environment, a fact a line. Raises SettingError."""
+    export(resolved.others)
+    place, visible = discover_place(resolved), visible_devices(resolved.config)
+    local_ranks = place.processes if isinstance(place, Node) else place.local_world_size
+    if isinstance(place, Node) and place.elastic is None:
+        local_ranks = count_processes(resolved, place)
+    port = "any free port" if place.master_port is None else str(place.master_port)
+    cpus, user = devices.usable_cpus(), os.environ.get("OMP_NUM_THREADS")
+    threads = devices.thread_count(local_ranks or max(1, len(visible)), user=user, cpus=cpus)
+    rows = [
+        ("launcher", place.launcher),
+        ("discovered", describe(place)),
+        *_place_rows(place, local_ranks or max(1, len(visible)), visible),
+        ("devices", f"{len(visible)} GPUs" if visible else f"cpu ({devices.cuda_facts()})"),
+        ("threads", f"{threads} per rank, of {cpus} usable CPUs"),
+        ("address", f"{place.master_addr}, {port}"),
+        ("read from", ", ".join(place.found) or "no launch variables"),
+        *(("warning", line) for line in launch_warnings(resolved, place)),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "".join(f"{name:<{width}}  {value}\n" for name, value in rows)
+
+
+def _place_rows(place: Rank | Node, local_ranks: int, visible: tuple[str, ...]) -> list[tuple[str, str]]:
+    if isinstance(place, Rank):
+        device = _device(place.local_rank, visible)
+        return [("rank", f"{place.rank} of {place.world_size}, local rank {place.local_rank}, {device}")]
+    first = place.node_rank * local_ranks
+    return [
+        ("nodes", f"{place.nodes}, this is node {place.node_rank}"),
+        ("ranks", f"{local_ranks} on this node, {place.nodes * local_ranks} in all"),
+        *((f"rank {first + index}", _device(index, visible)) for index in range(local_ranks)),
+    ]
+
+
+def _device(local_rank: int, visible: tuple[str, ...]) -> str:
+    if not visible:
+        return "cpu"
+    index = devices.device_index(local_rank, len(visible))
+    return f"cuda:{index} ({visible[index]})"

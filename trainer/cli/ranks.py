@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer import codes, devices, log, stop
-from trainer.cli.options import Resolved
+from trainer.cli.resolved import Job, Resolved
 from trainer.codes import Stopped, TrainerError
 from trainer.config import Config
 from trainer.launch import Rank
@@ -25,20 +25,20 @@ _STARTED = time.time()
 _FAREWELL_SECONDS = 3.0
 
 
-def run_rank(resolved: Resolved, rank: Rank, *, command: str, target: Path | None, listen_fd: int | None) -> int:
+def run_rank(job: Job, rank: Rank, *, listen_fd: int | None) -> int:
     """Train or evaluate as one rank, in this process, and return its exit code."""
     stop.restore_defaults()
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # for module:function in the working folder, as `python -m` does
     try:
-        start = _start(resolved, rank, listen_fd)
+        start = _start(job.resolved, rank, listen_fd)
         from trainer import train  # imports torch, so after the environment is set
 
-        if command == "train":
+        if job.command == "train":
             train.run(start)
         else:
-            assert target is not None
-            train.score(start, target)
+            assert job.target is not None
+            train.score(start, job.target)
         return codes.OK
     except Stopped as stopped:
         log.info(f"stopped by {signal.Signals(stopped.signum).name}")
