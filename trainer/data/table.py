@@ -25,6 +25,7 @@ IDX_SETS = {"mnist": ("MNIST/raw", 0.1307, 0.3081), "fashion-mnist": ("FashionMN
 
 RANDOM_SIZES = {"train": 50_000, "test": 10_000}
 RANDOM_BYTES, MOST_RANDOM, RANDOM_CHUNK = 64 * 2**20, 4096, 64
+MOST_RANDOM_BYTES = 64 * 2**20  # of one picture
 
 
 def load(config: Config, *, cache_dir: Path | None) -> DataSet:
@@ -121,6 +122,10 @@ def _random(config: Config) -> DataSet:
             f"--random-shape is {config.random_shape!r}; allowed: channels x height x width, like 3x32x32"
         )
     channels, height, width = (int(number) for number in match.groups())
+    if channels * height * width > MOST_RANDOM_BYTES:
+        raise SettingError(
+            f"--random-shape is {config.random_shape}; allowed: at most {MOST_RANDOM_BYTES} bytes a picture"
+        )
     shape = (channels, height, width)
     train, test = (First(_noise(config, shape, split), size) for split, size in enumerate(RANDOM_SIZES.values()))
     return DataSet(

@@ -29,12 +29,10 @@ def open_folder(config: Config, *, sources: Mapping[str, str]) -> Path:
     Raises:
         SettingError: it cannot be written, belongs to another experiment, or has checkpoints that --resume never forbids to use.
     """
-    if config.run_name is not None:
-        folder = config.runs_dir / config.run_name
-        _check_fits(config, folder)
-    else:
-        folder = config.runs_dir / _new_name(config)
+    folder = config.runs_dir / (config.run_name or _new_name(config))
     try:
+        if config.run_name is not None:
+            _check_fits(config, folder)
         folder.mkdir(parents=True, exist_ok=True)
         _write(
             folder / CONFIG,

@@ -78,7 +78,7 @@ def finish(facts: Facts, state: State, *, meter: Meter, folder: Path) -> None:
     if facts.start.config.log_format == "json":
         log.info("finished", run=str(folder), **{name: summary[name] for name in ("steps", "evaluation", "seconds")})
     else:
-        print("\n" + table(_rows(facts, meter, state, state.score, folder)), flush=True)
+        log.show("\n" + table(_rows(facts, meter, state, state.score, folder)) + "\n")
 
 
 def summarise(facts: Facts, state: State, *, meter: Meter) -> dict[str, Any]:

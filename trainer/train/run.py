@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,27 +77,35 @@ def run(start: Start) -> None:
     """
     config = start.config
     with joined(start) as (choice, group):
-        _check_compiler(config)
-        folder = Path(group.from_rank_0(lambda: bytes(folders.open_folder(config, sources=start.sources))).decode())
+        opened = group.from_rank_0(lambda: os.fsencode(folders.open_folder(config, sources=start.sources)))
+        folder = Path(os.fsdecode(opened))
         if group.from_rank_0(lambda: b"yes" if folders.is_finished(folder) else b""):
             log.info(f"{folder} is finished: nothing to do")
             return
-        dataset = load(config, cache_dir=start.cache_dir)
-        plan = make_plan(config, samples=len(dataset.train), world=group.world)
-        state = build_state(config, dataset=dataset, group=group)
-        check_batchnorm(
-            state.model,
-            smallest=plan.smallest,
-            ranks=group.world,
-            global_batch_size=config.global_batch_size,
-            device_batch_size=config.device_batch_size,
-        )
+        dataset, plan, state = group.together(lambda: build(start, group))
         facts = Facts(start, choice, group, dataset, plan)
         describe(facts, state)
         restore_state(state, folder, config=config, dataset=dataset, group=group)
         state.network = wrap(state.model, config=config, choice=choice)
         meter = _train(start, state, folder=folder, dataset=dataset, plan=plan, group=group)
         finish(facts, state, meter=meter, folder=folder)
+
+
+def build(start: Start, group: Group) -> tuple[DataSet, Plan, State]:
+    """Load the data, make the plan, build the model; no collectives in here. Raises SettingError, DataError."""
+    config = start.config
+    _check_compiler(config)
+    dataset = load(config, cache_dir=start.cache_dir)
+    plan = make_plan(config, samples=len(dataset.train), world=group.world)
+    state = build_state(config, dataset=dataset, group=group)
+    check_batchnorm(
+        state.model,
+        smallest=plan.smallest,
+        ranks=group.world,
+        global_batch_size=config.global_batch_size,
+        device_batch_size=config.device_batch_size,
+    )
+    return dataset, plan, state
 
 
 def build_state(config: Config, *, dataset: DataSet, group: Group) -> State:

@@ -26,8 +26,8 @@ def score(start: Start, path: Path) -> Score:
     with joined(start) as (_, group):
         loaded = unpacked(group.from_rank_0(lambda: read_packed(path)))
         config = _with_experiment(start.config, loaded)
-        dataset = load(config, cache_dir=start.cache_dir)
-        state = build_state(config, dataset=dataset, group=group)
+        dataset = group.together(lambda: load(config, cache_dir=start.cache_dir))
+        state = group.together(lambda: build_state(config, dataset=dataset, group=group))
         if loaded.state["classes"] != dataset.classes:
             raise CheckpointError(
                 f"{path} tells {loaded.state['classes']} classes apart, but --dataset {config.dataset} has {dataset.classes}; check --data-dir",

@@ -81,7 +81,8 @@ def choose(start: Start) -> Choice:
         )
     if strategy == "dp":
         device = torch.device("cuda", 0)
-    return Choice(device, _backend(config, device) if strategy == "ddp" else None, strategy, why)
+    backend = _backend(config, device)  # also without a group: what was asked for must be there
+    return Choice(device, backend if strategy == "ddp" else None, strategy, why)
 
 
 def _device(start: Start) -> tuple[torch.device, str]:
