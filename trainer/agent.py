@@ -7,6 +7,8 @@ models or data, and it gets the children's environments from its caller.
 from __future__ import annotations
 
 import ctypes
+import functools
+import os
 import signal
 import socket
 import subprocess
@@ -16,9 +18,11 @@ from dataclasses import dataclass, field
 
 from trainer import codes, log
 
-_SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
+_STOPS = {signal.SIGTERM, signal.SIGINT}
+_SIGNALS = {signal.SIGCHLD, *_STOPS}
+_STOP_CODES = {codes.INTERRUPTED, codes.TERMINATED}
 _PR_SET_PDEATHSIG = 1
-#: How long the other ranks may take to notice that one has ended, before they are killed.
+#: How long the other ranks may take to notice that one has failed, before they are killed.
 _PEER_SECONDS = 20.0
 
 
@@ -39,7 +43,7 @@ class Ends:
     """Collect how the ranks ended, and tell the node's exit code.
 
     Attributes:
-        stop: the stop signal that was forwarded, or 0.
+        stop: the stop signal that was forwarded, or 0; the highest, as the ranks agree on it.
         first: (rank, code) of the first end that is a cause: not 0, not a lost peer, not a signal that we sent.
     """
 
@@ -89,20 +93,25 @@ def supervise(
     """
     # Blocked signals are taken one by one below: no handler runs in the middle of anything, and it works as PID 1.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    prepare = functools.partial(_prepare_child, agent=os.getpid())
     children = []
     for index, environment in enumerate(environments):
         passed = (listener.fileno(),) if listener and index == 0 else ()
-        process = subprocess.Popen(command, env=environment, pass_fds=passed, preexec_fn=_prepare_child)
+        process = subprocess.Popen(command, env=environment, pass_fds=passed, preexec_fn=prepare)
         children.append(_Child(first_rank + index, process))
     if listener:
         listener.close()
     return _watch(children, grace=grace)
 
 
-def _prepare_child() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+def _prepare_child(*, agent: int) -> None:
     # The kernel kills the child when the agent ends, however it ends: no rank outlives its supervisor.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != agent:
+        os._exit(codes.UNEXPECTED)  # it ended before that
+    for signum in _STOPS:
+        signal.signal(signum, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 def _watch(children: Sequence[_Child], *, grace: float) -> int:
@@ -114,35 +123,43 @@ def _watch(children: Sequence[_Child], *, grace: float) -> int:
             _kill(running, ends)
             deadline = time.monotonic() + 1.0
         elif received is not None and received.si_signo != signal.SIGCHLD:
-            ends.stop = ends.stop or received.si_signo
-            deadline = deadline or time.monotonic() + grace
-            for child in running:
-                child.process.send_signal(received.si_signo)
+            _forward(received.si_signo, running, ends)
         for child in running:
             if child.process.poll() is not None:
-                _note(child, ends)
-        if any(code != codes.OK for code in ends.codes.values()):
-            deadline = deadline or time.monotonic() + _PEER_SECONDS
+                _note(child, ends, only=len(children) == 1)
+        if not ends.stop and (stopped := _STOP_CODES & set(ends.codes.values())):
+            # A rank was stopped by somebody else: ranks that still wait for it at the start would not hear of it.
+            _forward(max(stopped) - 128, running, ends)
+        if deadline is None and (ends.stop or any(ends.codes.values())):
+            # After a stop rank 0 saves; after anything else there is nothing to wait for.
+            deadline = time.monotonic() + (grace if ends.stop else _PEER_SECONDS)
     return ends.code
 
 
-def _note(child: _Child, ends: Ends) -> None:
+def _forward(signum: int, running: Sequence[_Child], ends: Ends) -> None:
+    ends.stop = max(ends.stop, signum)
+    for child in running:
+        child.process.send_signal(signum)
+
+
+def _note(child: _Child, ends: Ends, *, only: bool) -> None:
     assert child.code is not None
     was_first = ends.first
     ends.add(child.rank, child.code, killed=child.killed)
-    if ends.first is not was_first:
-        meaning = codes.MEANINGS.get(child.code) or f"killed by {_signal_name(child.code - 128)}"
-        # A rank says in its own line why it ends; the agent speaks for those that could not.
-        (log.warning if child.code > 128 and child.code not in codes.MEANINGS else log.info)(
-            f"rank {child.rank} ended first, with code {child.code} ({meaning})"
-        )
+    if ends.first is was_first:
+        return
+    # A rank says in its own line why it ends; the agent speaks for one that could not, and says which was the first.
+    if child.code not in codes.MEANINGS:
+        log.warning(f"rank {child.rank} ended first, with code {child.code} ({_signal(child.code - 128)})")
+    elif not only:
+        log.info(f"rank {child.rank} ended first, with code {child.code} ({codes.MEANINGS[child.code]})")
 
 
-def _signal_name(number: int) -> str:
+def _signal(number: int) -> str:
     try:
-        return signal.Signals(number).name
+        return f"killed by {signal.Signals(number).name}"
     except ValueError:
-        return f"code {number + 128}"
+        return "not one of the trainer's own codes"
 
 
 def _kill(running: Sequence[_Child], ends: Ends) -> None:

@@ -61,6 +61,7 @@ def evaluate(
         if len(batch.labels):
             sums += _count(model, *prepare(batch))
         verdict = agreement.previous()
+        verdict.raise_if_bad()
         if verdict.stop:
             break
     verdict = agreement.settled()

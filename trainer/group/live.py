@@ -1,26 +1,27 @@
-"""The group that is up: collectives with a limit, one rank's bytes for all, ends that every rank hears of."""
+"""The group that is up: collectives with a limit, and one rank's bytes for all.
+
+How the ranks meet and how they tell each other of their ends lives beside it.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import threading
-import time
 import typing
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from trainer.codes import PERMANENT, UNEXPECTED, PeerLost, TrainerError, error_for
+from trainer import log
+from trainer.codes import Stopped, TrainerError, error_for
+from trainer.group.ends import Ends
 from trainer.group.rendezvous import Meeting, meet, open_store
 
-_END_KEY = "end"
-_FAREWELL_SECONDS = 5.0
+T = typing.TypeVar("T")
+
 _STORE_SECONDS = 10.0
-_LISTEN_SECONDS = 1.0
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Group:
         backend: "nccl" or "gloo", or None where this process is alone and no group is up.
         control: the gloo group beside it, for the agreement and for bytes.
         where: what the rank is doing, for the line about a lost peer.
-        closing, listener: the thread that hears of other ranks' ends, and how it is asked to end.
+        ends: how this rank's end is told and the others' are heard, or None without a process group.
     """
 
     rank: int
@@ -43,10 +44,7 @@ class Group:
     backend: str | None = None
     control: dist.ProcessGroup | None = None
     where: str = "start-up"
-    _store: dist.Store | None = None
-    _hosts: list[str] = field(default_factory=list)
-    closing: threading.Event = field(default_factory=threading.Event)
-    listener: threading.Thread | None = None
+    ends: Ends | None = None
 
     @property
     def distributed(self) -> bool:
@@ -56,7 +54,7 @@ class Group:
     @property
     def nodes(self) -> int:
         """Count the hosts that the ranks run on."""
-        return len(set(self._hosts)) or 1
+        return len(set(self.ends.hosts)) if self.ends else 1
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Add up `values` over all ranks, in place on each; every rank takes part. Raises PeerLost."""
@@ -95,6 +93,30 @@ class Group:
             raise error_for(code, payload.decode(), shared=True)
         return payload
 
+    def together(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank and return its result; if it fails on any rank, all ranks end alike.
+
+        Raises:
+            TrainerError: on a rank where it failed, that error; elsewhere one with the code of the first that failed.
+            PeerLost: a rank did not take part.
+        """
+        ends = torch.zeros(self.world, dtype=torch.int64)
+        try:
+            result, failure = work(), None
+        except TrainerError as error:
+            ends[self.rank], failure = error.code, error
+        if self.distributed:
+            with self.waiting():
+                dist.all_reduce(ends, group=self.control)
+        if not ends.any():
+            return result
+        first = int(ends.nonzero()[0])
+        if failure is None:
+            raise error_for(int(ends[first]), f"rank {first} cannot go on; its own line says why", shared=True)
+        if self.rank != 0 and not ends.all():
+            log.error(str(failure))  # rank 0 speaks for all of a shared error, but has another one
+        raise error_for(failure.code, str(failure), shared=True) from failure
+
     def _share(self, payload: bytes, code: int) -> tuple[bytes, int]:
         head = torch.tensor([len(payload), code], dtype=torch.int64)
         with self.waiting():
@@ -112,76 +134,14 @@ class Group:
         """Turn the failure of a wait for other ranks into the error that says who and where; others pass through."""
         try:
             yield
-        except (RuntimeError, ConnectionError) as error:
-            if not self.distributed or isinstance(error, TrainerError) or not _is_lost_peer(error):
+        except RuntimeError as error:
+            if self.ends is None or isinstance(error, TrainerError) or not _is_lost_peer(error):
                 raise
-            raise self._explain() from error
-
-    def _explain(self) -> TrainerError:
-        """Find out who is missing: a living rank leaves its mark in the store within two seconds of its own failure."""
-        assert self._store is not None
-        missing = set(range(self.world)) - {self.rank}
-        try:
-            self._store.set(f"lost/{self.rank}", self.where)
-            deadline = time.monotonic() + 2.0
-            while missing and time.monotonic() < deadline:
-                if self._store.check([_END_KEY]):
-                    return _published(self._store.get(_END_KEY))
-                missing = {rank for rank in missing if not self._store.check([f"lost/{rank}"])}
-                time.sleep(0.05)
-        except (RuntimeError, ConnectionError):
-            missing = {0}
-        if not missing:
-            return PeerLost(
-                f"a collective failed in {self.where} although every rank answers; see --collective-seconds"
-            )
-        return PeerLost(f"lost {self._names(sorted(missing))} in {self.where}")
-
-    def _names(self, ranks: list[int]) -> str:
-        names = ", ".join(f"{rank} (on {self._hosts[rank]})" for rank in ranks[:8])
-        return ("ranks " if len(ranks) > 1 else "rank ") + names + (" ..." if len(ranks) > 8 else "")
-
-    def publish(self, code: int, message: str) -> None:
-        """Tell every rank that this one ends with `code`, so that they end with it too and not with a lost peer.
-
-        Rank 0 holds the store, so it stays until the others have heard, for a few seconds at most.
-        """
-        if self._store is None or code not in PERMANENT | {UNEXPECTED}:
-            return
-        note = json.dumps({"code": code, "message": message, "rank": self.rank})
-        with contextlib.suppress(RuntimeError, ConnectionError):
-            told = json.loads(self._store.compare_set(_END_KEY, "", note))
-            if self.rank == 0:
-                self._wait_for("heard", self.world - 1 if told["rank"] == 0 else self.world - 2)
-
-    def _wait_for(self, key: str, count: int) -> None:
-        assert self._store is not None
-        deadline = time.monotonic() + _FAREWELL_SECONDS
-        while self._store.add(key, 0) < count and time.monotonic() < deadline:
-            time.sleep(0.02)
-
-    def leave(self) -> None:
-        """Take the group down after a good end; rank 0, which holds the store, goes last."""
-        if self._store is None:
-            return
-        self.closing.set()
-        if self.listener is not None:
-            self.listener.join(timeout=_STORE_SECONDS)
-        with contextlib.suppress(RuntimeError, ConnectionError):
-            self._store.add("left", 1)
-            if self.rank == 0:
-                self._wait_for("left", self.world)
-        dist.destroy_process_group()
+            raise self.ends.explain(self.where, reason=str(error).strip().splitlines()[0]) from error
 
 
-def _is_lost_peer(error: BaseException) -> bool:
-    text = str(error)
-    return isinstance(error, (dist.DistError, ConnectionError)) or "gloo" in text or "NCCL" in text
-
-
-def _published(note: bytes) -> TrainerError:
-    told = json.loads(note)
-    return error_for(told["code"], f"rank {told['rank']} ended: {told['message']}", shared=True)
+def _is_lost_peer(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
 
 
 def alone(device: torch.device) -> Group:
@@ -193,7 +153,7 @@ def alone(device: torch.device) -> Group:
 def connect(
     meeting: Meeting, *, rank: int, world: int, local_rank: int, device: torch.device, backend: str, identity: str
 ) -> Iterator[Group]:
-    """Meet the other ranks, and take the group down after a good end.
+    """Meet the other ranks; tell them of an error, and take the group down after a good end or a stop.
 
     Args:
         identity: names this rank's device (its UUID on a GPU): two ranks of one host with one are an error; "" has none.
@@ -205,55 +165,44 @@ def connect(
     server = open_store(meeting, rank=rank, world=world)
     store = _own_part(server, meeting)
     hosts = meet(store, meeting, rank=rank, world=world, identity=identity)
-    group = Group(rank, world, local_rank, device, backend, where="the first connection", _store=store, _hosts=hosts)
-    limit = timedelta(seconds=meeting.collective_seconds)
     store.set_timeout(timedelta(seconds=_STORE_SECONDS))
-    _watch(group, meeting, server.port)
-    # NCCL's watchdog aborts the process, which says less than we can: its limit lies behind ours.
-    nccl = backend == "nccl"
-    with group.waiting():
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("group", store),
-            rank=rank,
-            world_size=world,
-            timeout=limit + timedelta(seconds=60) if nccl else limit,
-            device_id=device if nccl else None,
-        )
-        group.control = typing.cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=limit))
+    ends = Ends(store, rank, hosts)
+    group = Group(rank, world, local_rank, device, backend, where="the first connection", ends=ends)
     try:
-        yield group
-    except Exception as error:
-        if not (isinstance(error, TrainerError) and error.shared):
-            group.publish(getattr(error, "code", UNEXPECTED), str(error) or type(error).__name__)
+        with group.waiting():
+            client = dist.TCPStore(
+                meeting.host, server.port, None, False, timedelta(seconds=_STORE_SECONDS), wait_for_workers=False
+            )
+            ends.listen(_own_part(client, meeting), on_end=meeting.on_end)
+            _initialise(group, store, seconds=meeting.collective_seconds)
+            yield group
+    except Stopped:
+        _leave(ends)
         raise
-    group.leave()
+    except (Exception, SystemExit) as error:  # code of the user's may call sys.exit
+        ends.publish(error)
+        raise
+    _leave(ends)
 
 
 def _own_part(store: dist.Store, meeting: Meeting) -> dist.Store:
     return dist.PrefixStore(f"trainer/{meeting.store_attempt or 0}", store)
 
 
-def _watch(group: Group, meeting: Meeting, port: int) -> None:
-    """Listen for another rank's end in a thread, over a connection of its own: the training thread may be stuck in one."""
-    if meeting.on_end is None:
-        return
-    client = dist.TCPStore(meeting.host, port, None, False, timedelta(seconds=_STORE_SECONDS), wait_for_workers=False)
-    arguments = (_own_part(client, meeting), group, meeting.on_end)
-    group.listener = threading.Thread(target=_listen, args=arguments, daemon=True, name="listen-for-ends")
-    group.listener.start()
+def _initialise(group: Group, store: dist.Store, *, seconds: float) -> None:
+    # NCCL's watchdog aborts the process, which says less than we can: its limit lies behind ours.
+    limit, nccl = timedelta(seconds=seconds), group.backend == "nccl"
+    dist.init_process_group(
+        group.backend,
+        store=dist.PrefixStore("group", store),
+        rank=group.rank,
+        world_size=group.world,
+        timeout=limit + timedelta(seconds=60) if nccl else limit,
+        device_id=group.device if nccl else None,
+    )
+    group.control = typing.cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=limit))
 
 
-def _listen(store: dist.Store, group: Group, on_end: Callable[[int, str], None]) -> None:
-    try:
-        # Asking again and again, not one long wait: a thread in native code when the process ends would abort it.
-        while not store.check([_END_KEY]):
-            if group.closing.wait(_LISTEN_SECONDS):
-                return
-        told = json.loads(store.get(_END_KEY))
-        if told["rank"] == group.rank:
-            return
-        store.add("heard", 1)
-    except (RuntimeError, ConnectionError):
-        return  # the store has gone; the next collective tells
-    on_end(told["code"], f"rank {told['rank']} ended: {told['message']}")
+def _leave(ends: Ends) -> None:
+    ends.leave()
+    dist.destroy_process_group()
