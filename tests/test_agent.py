@@ -68,6 +68,9 @@ sys.exit(end)
 CHILD = """
 import os, pathlib, signal, sys, time
 rank = int(os.environ["RANK"])
+for signum in (signal.SIGTERM, signal.SIGINT):  # as a rank begins: see stop.py
+    signal.signal(signum, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
 def note(word):
     with open(f"words-{rank}", "a") as file:
         file.write(word + "\\n")

@@ -193,6 +193,31 @@ def test_what_rank_0_finds_wrong_ends_every_rank_with_its_code() -> None:
         _data_error(alone(CPU))
 
 
+def _some_fail(group: Group) -> str:
+    def work() -> str:
+        if group.rank == group.world - 1:
+            raise SettingError("the model is unknown here")
+        return f"of rank {group.rank}"
+
+    return group.together(work)
+
+
+def test_what_one_rank_cannot_do_ends_every_rank_with_its_code() -> None:
+    line = "rank 2: the model is unknown here"
+    assert run_ranks(_some_fail, world=3) == [End(error="SettingError", code=2, line=line, shared=True)] * 3
+    with pytest.raises(SettingError, match="the model is unknown here"):
+        _some_fail(alone(CPU))
+
+
+def _all_succeed(group: Group) -> str:
+    return group.together(lambda: f"of rank {group.rank}")
+
+
+def test_what_all_ranks_can_do_is_each_ones_own() -> None:
+    assert values(_all_succeed, world=2) == ["of rank 0", "of rank 1"]
+    assert _all_succeed(alone(CPU)) == "of rank 0"
+
+
 def _surprise(group: Group) -> None:
     def produce() -> bytes:
         raise OSError(28, "No space left on device")

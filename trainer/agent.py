@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 
 from trainer import codes, log
 
-_STOPS = {signal.SIGTERM, signal.SIGINT}
-_SIGNALS = {signal.SIGCHLD, *_STOPS}
+_SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
 _STOP_CODES = {codes.INTERRUPTED, codes.TERMINATED}
 _PR_SET_PDEATHSIG = 1
 #: How long the other ranks may take to notice that one has failed, before they are killed.
@@ -109,9 +108,8 @@ def _prepare_child(*, agent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != agent:
         os._exit(codes.UNEXPECTED)  # it ended before that
-    for signum in _STOPS:
-        signal.signal(signum, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    # SIGINT stays blocked until the child asks for it: in a starting interpreter it makes a stack and code 1.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS - {signal.SIGINT})
 
 
 def _watch(children: Sequence[_Child], *, grace: float) -> int:

@@ -32,10 +32,11 @@ class Stop:
 
 
 def restore_defaults() -> None:
-    """Let SIGTERM and SIGINT end this process at once.
+    """Let SIGTERM and SIGINT end this process at once, also one that came while they were blocked.
 
     Used before the first step, where there is nothing to save and a rank may wait in native code (rendezvous) that no Python
-    handler could interrupt.
+    handler could interrupt. The agent starts its ranks with SIGINT blocked: in a starting interpreter it makes a stack and code 1.
     """
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

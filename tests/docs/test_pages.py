@@ -37,7 +37,7 @@ def test_ranks_take_the_visible_devices_in_their_order(processes, run_trainer: R
     assert rows["ranks"] == f"{processes} on this node, {processes} in all"
     for rank in range(processes):
         one = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
-        assert f"\ndevice      cuda:{rank}\n" in run_trainer("launch", env=env | one).stdout
+        assert f"local rank {rank}, cuda:{rank} (" in run_trainer("launch", env=env | one).stdout
 
 
 def test_settings_page_is_the_one_that_the_settings_make(run_trainer: Run):

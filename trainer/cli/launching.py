@@ -201,20 +201,24 @@ def _spawn(job: Job, node: Node, *, processes: int) -> int:
     ends, first_rank = agent.Ends(), node.node_rank * processes
 
     def forward(signum: int, frame: object) -> None:
-        ends.stop = ends.stop or signum
+        ends.stop = max(ends.stop, signum)
         for process in context.processes:
             if process.is_alive():
                 os.kill(process.pid, signum)
 
     for signum in stop.SIGNALS:
         signal.signal(signum, forward)
+    failed = None
     try:
         while not context.join(grace_period=job.resolved.config.grace):
             pass
     except torch.multiprocessing.ProcessExitedException as error:
-        ends.add(first_rank + error.error_index, codes.from_process(error.exit_code))
+        failed = error.error_index
+        ends.add(first_rank + failed, codes.from_process(error.exit_code))
     for index, process in enumerate(context.processes):
-        ends.add(first_rank + index, codes.from_process(process.exitcode or 0))
+        # Once one has failed, torch sends SIGTERM to the others: their ends are no cause then.
+        ended_by_torch = failed is not None and process.exitcode in (-signal.SIGTERM, codes.TERMINATED)
+        ends.add(first_rank + index, codes.from_process(process.exitcode or 0), killed=ended_by_torch)
     return ends.code
 
 

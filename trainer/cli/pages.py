@@ -70,7 +70,7 @@ def launch_page(resolved: Resolved) -> str:
         ("launcher", place.launcher),
         ("discovered", describe(place)),
         *_place_rows(place, local_ranks or max(1, len(visible)), visible),
-        ("devices", f"{len(visible)} GPUs" if visible else f"cpu ({devices.cuda_facts()})"),
+        ("devices", ", ".join(visible) if visible else f"cpu ({devices.cuda_facts()})"),
         ("threads", f"{threads} per rank, of {cpus} usable CPUs"),
         ("address", f"{place.master_addr}, {port}"),
         ("read from", ", ".join(place.found) or "no launch variables"),

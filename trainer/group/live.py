@@ -87,8 +87,7 @@ class Group:
                 payload = produce()
             except TrainerError as error:
                 payload, code = str(error).encode(), error.code
-        if self.distributed:
-            payload, code = self._share(payload, code)
+        payload, code = self._share(payload, code)
         if code:
             raise error_for(code, payload.decode(), shared=True)
         return payload
@@ -97,7 +96,7 @@ class Group:
         """Run `work` on every rank and return its result; if it fails on any rank, all ranks end alike.
 
         Raises:
-            TrainerError: on a rank where it failed, that error; elsewhere one with the code of the first that failed.
+            TrainerError: the error of the first rank on which it failed, with its code, on every rank.
             PeerLost: a rank did not take part.
         """
         ends = torch.zeros(self.world, dtype=torch.int64)
@@ -111,22 +110,24 @@ class Group:
         if not ends.any():
             return result
         first = int(ends.nonzero()[0])
-        if failure is None:
-            raise error_for(int(ends[first]), f"rank {first} cannot go on; its own line says why", shared=True)
-        if self.rank != 0 and not ends.all():
-            log.error(str(failure))  # rank 0 speaks for all of a shared error, but has another one
-        raise error_for(failure.code, str(failure), shared=True) from failure
+        if failure is not None and self.rank != 0 and not ends.all():
+            log.error(str(failure))  # rank 0 speaks for all of a shared error; here on the node where it is
+        line, code = self._share(str(failure).encode(), int(ends[first]), source=first)
+        origin = "" if ends.all() or first == 0 else f"rank {first}: "
+        raise error_for(code, origin + line.decode(), shared=True)
 
-    def _share(self, payload: bytes, code: int) -> tuple[bytes, int]:
+    def _share(self, payload: bytes, code: int, *, source: int = 0) -> tuple[bytes, int]:
+        if not self.distributed:
+            return payload, code
         head = torch.tensor([len(payload), code], dtype=torch.int64)
         with self.waiting():
-            dist.broadcast(head, src=0, group=self.control)
+            dist.broadcast(head, src=source, group=self.control)
             size = int(head[0])
             body = torch.empty(size, dtype=torch.uint8)
-            if self.rank == 0 and size:
+            if self.rank == source and size:
                 body.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
             if size:
-                dist.broadcast(body, src=0, group=self.control)
+                dist.broadcast(body, src=source, group=self.control)
         return body.numpy().tobytes(), int(head[1])
 
     @contextlib.contextmanager
