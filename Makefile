@@ -28,8 +28,8 @@ setup: .venv/.trainer ## make .venv with the locked dependencies; PYTHON=python3
 train: .venv/.trainer ## train on the embedded data set with every visible device; ARGS='--epochs 1' adds options
 	.venv/bin/trainer train $(ARGS)
 
-test: .venv/.test ## run the tests; ARGS='-k resume' adds options
-	.venv/bin/pytest $(ARGS)
+test: .venv/.test ## run the tests, two at a time; ARGS='-k resume' adds options
+	.venv/bin/pytest -n 2 $(ARGS)
 
 test-gpu: ## run the tests that need GPUs, with the torch that PYTHON has
 	$(PYTHON) -m pytest -m gpu $(ARGS)
