@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer import checkpoint
+from trainer import checkpoint, log
 from trainer.codes import CheckpointError, SettingError
 from trainer.config import build
 from trainer.data import ArraySource, DataSet
@@ -112,3 +112,14 @@ def test_the_packed_bytes_hold_every_part(tmp_path):
     loaded = unpacked(read_packed(tmp_path))
     assert (loaded.step, loaded.state["classes"], loaded.state["fingerprint"]) == (7, 3, "f")
     assert isinstance(loaded, checkpoint.Loaded)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, capsys):
+    def refuse(folder, *, keep):
+        raise checkpoint.SaveFailed("cannot remove step-00000001: Read-only file system")
+
+    log.setup("text", rank=0)
+    monkeypatch.setattr(checkpoint, "prune", refuse)
+    saved(tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000007"]
+    assert "warning [rank 0] cannot remove step-00000001" in capsys.readouterr().err

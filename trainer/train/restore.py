@@ -36,8 +36,11 @@ def save_state(state: State, folder: Path, *, config: Config, dataset: DataSet, 
     saved = checkpoint.save(
         folder / CHECKPOINTS, step=state.step, model=state.model.state_dict(), optimizer=tensors, state=record
     )
-    checkpoint.prune(folder / CHECKPOINTS, keep=config.keep)
     log.info(f"saved {saved}", step=state.step, path=str(saved))
+    try:
+        checkpoint.prune(folder / CHECKPOINTS, keep=config.keep)
+    except checkpoint.SaveFailed as error:
+        log.warning(str(error))  # an old one too many is no reason to end
 
 
 def restore_state(state: State, folder: Path, *, config: Config, dataset: DataSet, group: Group) -> None:
