@@ -51,7 +51,10 @@ def run_fit(config: Config, device: torch.device) -> float:
     live = Live(wanted=False)
     with train_batches(dataset, **stream, workers=config.workers or 0, pin=device.type == "cuda") as batches:
         began = time.monotonic()
-        update, meter = Update(config, plan, group, prepare), Meter(plan, group, start=0, live=live)
+        update, meter = (
+            Update(config, plan, group, prepare, classes=dataset.classes),
+            Meter(plan, group, start=0, live=live),
+        )
         nothing = Score(0.0, 0.0, 0.0, 0)
         fit(state, batches, update=update, stop=Stop(), meter=meter, evaluate=lambda: nothing, save=lambda: None)
         wait(device)

@@ -244,7 +244,7 @@ def test_a11_no_gpu_is_told_with_the_builds_and_the_drivers_facts(
 def test_a11_auto_logs_choice_and_reason(run_trainer: Run, tmp_path: Path) -> None:
     ended = run_trainer("train", *TINY, *ALONE, "--steps", "1", env={"CUDA_VISIBLE_DEVICES": ""})
     assert ended.returncode == 0, ended.stderr
-    assert re.search(r"single, cpu \(no GPU is visible \(.*NVIDIA driver", ended.stdout)
+    assert re.search(r"single, cpu \(no GPU is visible: no NVIDIA driver\)", ended.stdout)
     assert summary(tmp_path)["topology"]["device"] == "cpu"
 
 

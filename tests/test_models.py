@@ -224,8 +224,8 @@ def test_users_function_that_cannot_be_used_is_refused_by_name(model: str, fault
 
 
 @pytest.mark.usefixtures("mine")
-def test_fault_inside_the_users_function_keeps_its_traceback() -> None:
-    with pytest.raises(AttributeError, match="a fault of the user's"):
+def test_fault_inside_the_users_function_is_one_line_with_its_place() -> None:
+    with pytest.raises(SettingError, match=r"AttributeError: a fault of the user's.* \(.*my_models\.py, line \d+\)$"):
         build_model(Config(model="my_models:broken"), classes=4, shape=MNIST)
 
 

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer import log
 from trainer.codes import Stopped
 from trainer.data import Batch
 from trainer.group import Agreement, Group
@@ -54,18 +53,18 @@ def evaluate(
     sums = torch.zeros(4, dtype=torch.float64, device=group.device)
     agreement = Agreement(group)
     fine = torch.tensor(True)
+    own_error = None
     for number, batch in enumerate(batches, start=1):
-        if batch.error:
-            log.error(batch.error)
+        own_error = own_error or batch.error
         agreement.ask(step=number, stop=stop(), finite=fine, data_failed=bool(batch.error))
         if len(batch.labels):
             sums += _count(model, *prepare(batch))
         verdict = agreement.previous()
-        verdict.raise_if_bad()
+        verdict.raise_if_bad(own_error, rank=group.rank)
         if verdict.stop:
             break
     verdict = agreement.settled()
-    verdict.raise_if_bad()
+    verdict.raise_if_bad(own_error, rank=group.rank)
     if verdict.stop:
         raise Stopped(verdict.stop)
     loss, right, right5, samples = group.sum(sums).tolist()

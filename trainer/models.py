@@ -10,6 +10,7 @@ import difflib
 import importlib
 import math
 import re
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -97,13 +98,18 @@ def _nearest(name: str, known: list[str]) -> str:
 
 
 def _call(config: Config, *, classes: int, shape: Shape) -> nn.Module:
-    """Call the user's function; what goes wrong inside it keeps its own traceback."""
+    """Call the user's function."""
     module, _, function = config.model.partition(":")
     try:
         build = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise SettingError(f"--model is {config.model!r}, which cannot be imported: {error}") from error
-    model = build(config, classes=classes, shape=shape)
+    except Exception as error:
+        raise SettingError(f"--model is {config.model!r}, whose module fails: {_where(error)}") from error
+    try:
+        model = build(config, classes=classes, shape=shape)
+    except Exception as error:
+        raise SettingError(f"--model is {config.model!r}, whose function fails: {_where(error)}") from error
     if not isinstance(model, nn.Module):
         raise SettingError(
             f"--model {config.model!r} returned {type(model).__name__}; it must return a torch.nn.Module"
@@ -115,6 +121,14 @@ def _call(config: Config, *, classes: int, shape: Shape) -> nn.Module:
             "torch.compile around it, or rename that part: these names are taken for wrappers"
         )
     return model
+
+
+def _where(error: Exception) -> str:
+    """Return an error's type, text, and the place in the user's code."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())
+    place = "" if isinstance(error, SyntaxError) else f" ({last.filename}, line {last.lineno})"
+    return f"{type(error).__name__}: {text}{place}"
 
 
 def fit_first_convolution(model: nn.Module, channels: int) -> None:

@@ -105,7 +105,7 @@ CASES = {
     f"{VISIBLE}trainer launch --nproc-per-node 4": Case(gpus=True),
     f"{VISIBLE}RANK=3 WORLD_SIZE=4 LOCAL_RANK=3 MASTER_ADDR=127.0.0.1 trainer launch": Case(gpus=True),
     f"{VISIBLE}trainer train --nproc-per-node 5": Case(TINY, code=codes.SETTING, gpus=True),
-    "trainer train --model small:build --dropout 0.1": Case(TINY),
+    "trainer train --model small:build --dropout 0.1 --lr 0.02": Case(TINY),
     "trainer train --model small:build --nproc-per-node 2": Case(TINY),
     "trainer train --dataset shapes:load": Case(TINY),
     "trainer train --dataset folder:load --data-dir pictures --workers 2": Case(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from trainer.codes import SettingError
 from trainer.config import build
 from trainer.data import Batch
 from trainer.group import Group, alone
@@ -44,7 +45,7 @@ def weights_after_a_step(model: nn.Module, ids: torch.Tensor, *, group: Group | 
     model = copy.deepcopy(model)
     state = State(model, model, build_optimizer(model, config))
     group = group or alone(torch.device("cpu"))
-    update = Update(config, make_plan(config, samples=100, world=group.world), group, Identity())
+    update = Update(config, make_plan(config, samples=100, world=group.world), group, Identity(), classes=3)
     loss = update(state, make_batch(ids))
     assert state.step == 1
     return [weight.detach() for weight in model.parameters()], float(loss)
@@ -97,3 +98,18 @@ def test_random_numbers_are_a_function_of_seed_rank_and_step():
     different = [draw(1, 0, 5), draw(2, 0, 5), draw(1, 1, 5), draw(1, 0, 6)]
     assert len({tuple(numbers) for numbers in different}) == 4
     assert all(0 <= number < 1 for number in draw(2**63 - 1, 4095, 10**9))
+
+
+@pytest.mark.parametrize(
+    ("head", "found"),
+    [
+        (nn.Linear(16, 2), r"logits of shape \(29, 2\)"),
+        (nn.Linear(16, 4), r"logits of shape \(29, 4\)"),
+        (nn.Sequential(nn.Linear(16, 16), nn.Unflatten(1, (4, 4))), r"logits of shape \(29, 4, 4\)"),
+        (nn.LSTM(16, 3), "a tuple"),
+    ],
+)
+def test_a_model_whose_output_does_not_fit_the_classes_is_refused_in_the_first_step(head, found):
+    model = nn.Sequential(nn.Flatten(), head).double()
+    with pytest.raises(SettingError, match=rf"forward returned {found}; .* \(samples, classes\) = \(29, 3\)"):
+        weights_after_a_step(model, torch.arange(BATCH))

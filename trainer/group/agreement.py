@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from trainer import log
 from trainer.codes import DataError, Diverged
 from trainer.group.live import Group
 
@@ -31,10 +32,13 @@ class Verdict:
     diverged: bool = False
     data_failed: bool = False
 
-    def raise_if_bad(self) -> None:
-        """Raise what ends all ranks: DataError (the rank that failed has said why) or Diverged."""
+    def raise_if_bad(self, own_error: str | None = None, *, rank: int = 0) -> None:
+        """Raise what ends all ranks, DataError or Diverged; `own_error` is why this rank's data failed, if they did."""
         if self.data_failed:
-            raise DataError(f"a rank could not read its data at step {self.step}; its own line says which", shared=True)
+            if own_error and rank != 0:
+                log.error(own_error)  # of a shared error rank 0 speaks alone, and it does not know this
+            line = own_error or f"a rank could not read its data at step {self.step}; its own line says which"
+            raise DataError(line, shared=True)
         if self.diverged:
             line = f"the loss is not finite at step {self.step}; lower --lr, lengthen --warmup, or set --clip-norm"
             raise Diverged(line, shared=True)

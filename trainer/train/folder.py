@@ -69,14 +69,21 @@ def check_same(config: Config, saved: Mapping[str, Any], *, where: str) -> None:
     """Check that every experiment setting equals the saved one.
 
     Raises:
-        SettingError: one differs; the line names it with both values.
+        SettingError: some differ; the line names each with both values.
     """
-    for name, value in experiment(config).items():
-        if name in saved and saved[name] != plain(value):
-            raise SettingError(
-                f"{settings()[name].flag} is {plain(value)!r}, but {where} was made with {saved[name]!r}; "
-                "give that value, or another --run-name for a new run"
-            )
+    differences = [
+        f"{settings()[name].flag} is {_shown(plain(value))}, but {where} was made with {_shown(saved[name])}"
+        for name, value in experiment(config).items()
+        if name in saved and saved[name] != plain(value)
+    ]
+    if differences:
+        raise SettingError(
+            f"{'; '.join(differences)}; give the same, or start a new run (another --run-name, no --resume)"
+        )
+
+
+def _shown(value: Scalar) -> str:
+    return "(unset)" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def is_finished(folder: Path) -> bool:

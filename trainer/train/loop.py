@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer import log
 from trainer.codes import Diverged, SettingError, Stopped
 from trainer.config import Config
 from trainer.data import Batch
@@ -56,6 +55,7 @@ class Update:
     plan: Plan
     group: Group
     prepare: Prepare
+    classes: int
 
     def __call__(self, state: State, batch: Batch) -> torch.Tensor:
         """Take one step on this rank's part of a global batch and return its loss, 0-d, on the device.
@@ -69,7 +69,7 @@ class Update:
         losses = []
         for part, is_last in _micro_batches(inputs, labels, self.plan.micro_batches):
             with _no_sync(state.network, when=not is_last):
-                part_loss = self._loss(state.network, *part)
+                part_loss = self._loss(state, *part)
                 part_loss.backward()
             losses.append(part_loss.detach())
         if not state.checked:
@@ -81,9 +81,11 @@ class Update:
         state.step += 1
         return torch.stack(losses).sum()
 
-    def _loss(self, network: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _loss(self, state: State, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         with autocast(self.config, self.group.device):
-            logits = network(inputs)
+            logits = state.network(inputs)
+        if not state.checked:
+            _check_logits(logits, wanted=(len(labels), self.classes), model=self.config.model)
         smoothing = self.config.label_smoothing
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         total = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
@@ -113,24 +115,24 @@ def fit(
         PeerLost: a rank did not take part.
     """
     plan, group = update.plan, update.group
-    agreement = Agreement(group)
+    agreement, own_error = Agreement(group), None
     while state.step < plan.steps:
         group.where = f"step {state.step + 1}"
         with meter.time("data"):
             batch = next(batches)
-        if batch.error:
-            log.error(batch.error)  # the step goes on with an empty picture, so that no peer waits; all end below
+        # With an error the step goes on with empty pictures, so that no peer waits for this rank; all end below.
+        own_error = own_error or batch.error
         with meter.time("compute"), group.waiting():
             loss = update(state, batch)
         agreement.ask(step=state.step, stop=stop.signum, finite=torch.isfinite(loss), data_failed=bool(batch.error))
         meter.step(loss, step=state.step)
         verdict = agreement.previous()
-        verdict.raise_if_bad()
+        verdict.raise_if_bad(own_error, rank=group.rank)
         evaluates, saves = plan.evaluates_after(state.step), plan.saves_after(state.step)
         if verdict.stop or evaluates or saves:
             # Waits for this step's flags on all ranks: nothing is scored or saved from a step that is not known to be good.
             verdict = agreement.settled()
-            verdict.raise_if_bad()
+            verdict.raise_if_bad(own_error, rank=group.rank)
         if plan.logs_after(state.step):
             meter.log(step=state.step, learning_rate=update.learning_rate(state.step - 1))
         signum = verdict.stop
@@ -152,6 +154,16 @@ def fit(
 def _check_finite(score: Score, *, step: int) -> None:
     if not math.isfinite(score.loss):
         raise Diverged(f"the loss on the test set is not finite after step {step}; lower --lr", shared=True)
+
+
+def _check_logits(logits: object, *, wanted: tuple[int, int], model: str) -> None:
+    shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else None
+    if shape != wanted:
+        found = f"logits of shape {shape}" if shape is not None else f"a {type(logits).__name__}"
+        raise SettingError(
+            f"--model {model}: forward returned {found}; it must return a tensor of shape (samples, classes) = {wanted}",
+            shared=True,
+        )
 
 
 def _check_all_used(state: State, config: Config) -> None:

@@ -34,12 +34,17 @@ class Facts:
     dataset: DataSet
     plan: Plan
 
+    @property
+    def nodes(self) -> int:
+        """Return the number of nodes as the launcher tells it, else the number of hosts."""
+        return self.start.rank.nodes or self.group.nodes
+
 
 def describe(facts: Facts, state: State) -> None:
     """Log one line per fact."""
     choice, group, dataset, plan = facts.choice, facts.group, facts.dataset, facts.plan
     weights = sum(weight.numel() for weight in state.model.parameters())
-    ranks = f"{_count(group.world, 'rank')} on {_count(group.nodes, 'node')}"
+    ranks = f"{_count(group.world, 'rank')} on {_count(facts.nodes, 'node')}"
     threads = _count(torch.get_num_threads(), "thread")
     log.info(f"{ranks}, {choice.backend or choice.strategy}, {choice.device.type} ({choice.why}), {threads} per rank")
     sizes = f"{len(dataset.train)} training and {len(dataset.test)} test samples"
@@ -76,7 +81,11 @@ def finish(facts: Facts, state: State, *, meter: Meter, folder: Path) -> None:
     summary = summarise(facts, state, meter=meter)
     folders.write_summary(folder, summary | {"settings": folders.read_json(folder / folders.CONFIG)})
     if facts.start.config.log_format == "json":
-        log.info("finished", run=str(folder), **{name: summary[name] for name in ("steps", "evaluation", "seconds")})
+        log.info(
+            "finished",
+            run=str(folder),
+            **{name: summary[name] for name in ("steps", "samples", "evaluation", "samples_per_second", "seconds")},
+        )
     else:
         log.show("\n" + table(_rows(facts, meter, state, state.score, folder)) + "\n")
 
@@ -84,7 +93,7 @@ def finish(facts: Facts, state: State, *, meter: Meter, folder: Path) -> None:
 def summarise(facts: Facts, state: State, *, meter: Meter) -> dict[str, Any]:
     """Return the receipt's contents but for the settings."""
     start, choice, group = facts.start, facts.choice, facts.group
-    topology = {"ranks": group.world, "nodes": group.nodes, "backend": choice.backend, "strategy": choice.strategy}
+    topology = {"ranks": group.world, "nodes": facts.nodes, "backend": choice.backend, "strategy": choice.strategy}
     return {
         "topology": topology | {"device": choice.device.type, "launcher": start.rank.launcher},
         "versions": versions(),
@@ -101,14 +110,14 @@ def summarise(facts: Facts, state: State, *, meter: Meter) -> dict[str, Any]:
 
 
 def _rows(facts: Facts, meter: Meter, state: State, score: Score, folder: Path) -> list[tuple[str, str]]:
-    total = max(1e-9, meter.total_seconds)
-    split = ", ".join(f"{_WORDS[kind]} {100 * seconds / total:.0f} %" for kind, seconds in meter.seconds.items())
     hits = f"{100 * score.accuracy:.2f} % of {score.samples} samples"
-    return [
+    rows = [
         ("test accuracy", f"{hits} (top-5 {100 * score.top5:.2f} %)" if facts.dataset.classes > 5 else hits),
         ("test loss", f"{score.loss:.4f}"),
         ("trained", f"{state.step} steps, {state.step * facts.plan.global_batch} samples"),
-        ("throughput", f"{meter.throughput():.0f} samples/s"),
-        ("time", f"{duration(total)}: {split}"),
-        ("run", str(folder)),
     ]
+    if meter.steps:
+        total = max(1e-9, meter.total_seconds)
+        split = ", ".join(f"{_WORDS[kind]} {100 * seconds / total:.0f} %" for kind, seconds in meter.seconds.items())
+        rows += [("throughput", f"{meter.throughput():.0f} samples/s"), ("time", f"{duration(total)}: {split}")]
+    return [*rows, ("run", str(folder))]

@@ -26,6 +26,7 @@ def save_state(state: State, folder: Path, *, config: Config, dataset: DataSet, 
         return
     record = {
         "config": {name: plain(value) for name, value in experiment(config).items()},
+        "data_dir": plain(config.data_dir),
         "fingerprint": dataset.fingerprint,
         "classes": dataset.classes,
         "shape": list(dataset.shape),
@@ -83,8 +84,9 @@ def load_model(state: State, loaded: checkpoint.Loaded) -> None:
 def _read(folder: Path, config: Config) -> dict[str, bytes]:
     if config.resume not in ("auto", "never"):
         # The run's own checkpoints win: a restarted job must go on, not go back to where it was forked.
-        own, files, _ = checkpoint.read_newest(folder / CHECKPOINTS)
-        return files if own else checkpoint.read(checkpoint.resolve(Path(config.resume)))
+        if not checkpoint.find(folder / CHECKPOINTS):
+            return checkpoint.read(checkpoint.resolve(Path(config.resume)))
+        log.info(f"going on from this run's own checkpoints, not from --resume {config.resume}")
     path, files, passed_over = checkpoint.read_newest(folder / CHECKPOINTS)
     for line in passed_over:
         log.warning(line)

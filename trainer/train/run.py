@@ -171,7 +171,7 @@ def _train(start: Start, state: State, *, folder: Path, dataset: DataSet, plan: 
         train_batches(dataset, **loading) as batches,
     ):
         prepare = Prepare(dataset, group.device, channels_last=config.channels_last, trace=trace)
-        update = Update(config, plan, group, prepare)
+        update = Update(config, plan, group, prepare, classes=dataset.classes)
         meter = Meter(plan, group, start=state.step, live=live)
         if state.step and plan.evaluates_after(state.step) and state.scored_at != state.step:
             # The run was stopped between this step and its evaluation.

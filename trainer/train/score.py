@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from trainer import checkpoint
+from trainer import checkpoint, log
 from trainer.codes import CheckpointError
 from trainer.config import Config, Scalar, parse, settings
 from trainer.data import load
@@ -25,7 +25,8 @@ def score(start: Start, path: Path) -> Score:
     """
     with joined(start) as (_, group):
         loaded = unpacked(group.from_rank_0(lambda: read_packed(path)))
-        config = _with_experiment(start.config, loaded)
+        config = _with_experiment(start, loaded)
+        log.info(f"step {loaded.step} of {path}: {config.model} on {config.dataset}")
         dataset = group.together(lambda: load(config, cache_dir=start.cache_dir))
         state = group.together(lambda: build_state(config, dataset=dataset, group=group))
         if loaded.state["classes"] != dataset.classes:
@@ -39,10 +40,21 @@ def score(start: Start, path: Path) -> Score:
         return score_state(state, config=config, dataset=dataset, group=group, prepare=prepare, start=start)
 
 
-def _with_experiment(config: Config, loaded: checkpoint.Loaded) -> Config:
-    """Take the experiment's settings from the checkpoint; the operation's stay as they were given."""
+def _with_experiment(start: Start, loaded: checkpoint.Loaded) -> Config:
+    """Take the experiment's settings from the checkpoint, and where its data were; the rest stays as it was given."""
     saved: dict[str, Scalar] = {}
     for name, value in loaded.state["config"].items():
         if name in settings():
             saved[name] = value if value is None else parse(settings()[name], str(value), origin="checkpoint")
-    return dataclasses.replace(config, **saved)  # type: ignore[arg-type]
+    if start.config.data_dir is None and loaded.state.get("data_dir"):
+        saved["data_dir"] = Path(loaded.state["data_dir"])
+    ignored = [
+        settings()[name].flag
+        for name, value in saved.items()
+        if start.sources.get(name) == "command line" and value != getattr(start.config, name)
+    ]
+    if ignored:
+        log.warning(
+            f"ignored: {', '.join(ignored)}; an evaluation takes what belongs to the experiment from the checkpoint"
+        )
+    return dataclasses.replace(start.config, **saved)  # type: ignore[arg-type]

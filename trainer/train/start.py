@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from trainer import __version__
 from trainer.codes import SettingError
 from trainer.config import Config
 from trainer.devices import cuda_facts, device_index
@@ -90,7 +92,7 @@ def _device(start: Start) -> tuple[torch.device, str]:
     if asked == "cpu":
         return torch.device("cpu"), "--device is cpu"
     if asked == "auto" and not visible:
-        return torch.device("cpu"), f"no GPU is visible ({cuda_facts()})"
+        return torch.device("cpu"), f"no GPU is visible: {cuda_facts().split(' (')[0]}"
     if not torch.cuda.is_available():
         build = (
             f"torch {torch.__version__} {'for CUDA ' + torch.version.cuda if torch.version.cuda else 'without CUDA'}"
@@ -124,6 +126,7 @@ def identity(choice: Choice) -> str:
 def versions() -> dict[str, str]:
     """Return the versions of what a result depends on."""
     names = ("torch", "torchvision", "numpy", "pillow")
-    found = {name: importlib.metadata.version(name) for name in names}
+    found = {"trainer": __version__, "python": platform.python_version()}
+    found |= {name: importlib.metadata.version(name) for name in names}
     cuda = torch.version.cuda
     return found | ({"cuda": cuda} if cuda else {})
