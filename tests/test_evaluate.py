@@ -174,3 +174,17 @@ def test_data_that_one_rank_cannot_read_end_the_evaluation_on_all_one_batch_late
 def test_the_rank_that_cannot_read_says_what_also_in_the_last_batch() -> None:
     with pytest.raises(DataError, match="^picture 5 cannot be read$"):
         score(alone(CPU), Given(20, 2, broken=9))
+
+
+def test_every_part_of_the_model_is_left_in_the_mode_it_was_in() -> None:
+    """Else a run that was resumed before an evaluation would train another way than the unbroken one."""
+    frozen = torch.nn.BatchNorm2d(1).eval()
+    model = torch.nn.Sequential(frozen, torch.nn.Dropout(), torch.nn.Flatten(), torch.nn.Linear(16, 3))
+    batch = Batch(0, torch.zeros(2), torch.zeros(2, 1, 4, 4), torch.zeros(2, dtype=torch.int64))
+    for fails in (False, True):
+        batch.error = "unreadable" if fails else None
+        try:
+            evaluate(model, iter([batch]), group=alone(CPU), prepare=lambda b: (b.images, b.labels), stop=lambda: 0)
+        except DataError:
+            assert fails
+        assert [module.training for module in model.modules()] == [True, False, True, True, True]

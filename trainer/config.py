@@ -119,7 +119,7 @@ class Config:
     augment: str = _setting("auto", "auto (what suits the data set) or none.", _DATA, "experiment", choices=("auto", "none"))
     max_shift: int = _setting(2, "Largest augmentation shift in pixels, each way.", _DATA, "experiment", minimum=0, maximum=64)
     limit_train: int | None = _setting(None, "Use only the first N training samples.", _DATA, "experiment", minimum=0)
-    limit_test: int | None = _setting(None, "Use only the first N test samples.", _DATA, "experiment", minimum=0)
+    limit_test: int | None = _setting(None, "Use only the first N test samples.", _DATA, "experiment", minimum=1)
     random_shape: str = _setting("3x32x32", "Picture size of the random data set, as channels x height x width.", _DATA, "experiment", pattern=r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){2}", wanted="channels x height x width, like 3x32x32")
     random_classes: int = _setting(10, "Number of classes of the random data set.", _DATA, "experiment", minimum=1, maximum=10**6)
     workers: int | None = _setting(None, "Loader processes per rank; 0 loads in the training process. Unset: 0 for data in memory, else what the CPUs allow.", _DATA, "operation", minimum=0, maximum=512)

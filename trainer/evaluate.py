@@ -49,11 +49,25 @@ def evaluate(
         DataError: a rank could not read its data.
         PeerLost: a rank did not take part.
     """
+    modes = {module: module.training for module in model.modules()}
     model.eval()
+    try:
+        loss, right, right5, samples = _add_up(model, batches, group=group, prepare=prepare, stop=stop)
+    finally:
+        # As they were, one by one: a model may train with some of its parts in evaluation mode.
+        for module, training in modes.items():
+            module.training = training
+    if not samples:
+        return Score(loss=0.0, accuracy=0.0, top5=0.0, samples=0)
+    return Score(loss=loss / samples, accuracy=right / samples, top5=right5 / samples, samples=int(samples))
+
+
+def _add_up(
+    model: nn.Module, batches: Iterator[Batch], *, group: Group, prepare: Prepare, stop: Callable[[], int]
+) -> list[float]:
     sums = torch.zeros(4, dtype=torch.float64, device=group.device)
-    agreement = Agreement(group)
+    agreement, own_error = Agreement(group), None
     fine = torch.tensor(True)
-    own_error = None
     for number, batch in enumerate(batches, start=1):
         own_error = own_error or batch.error
         agreement.ask(step=number, stop=stop(), finite=fine, data_failed=bool(batch.error))
@@ -67,11 +81,8 @@ def evaluate(
     verdict.raise_if_bad(own_error, rank=group.rank)
     if verdict.stop:
         raise Stopped(verdict.stop)
-    loss, right, right5, samples = group.sum(sums).tolist()
-    model.train()
-    if not samples:
-        return Score(loss=0.0, accuracy=0.0, top5=0.0, samples=0)
-    return Score(loss=loss / samples, accuracy=right / samples, top5=right5 / samples, samples=int(samples))
+    totals: list[float] = group.sum(sums).tolist()
+    return totals
 
 
 @torch.no_grad()

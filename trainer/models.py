@@ -120,6 +120,11 @@ def _call(config: Config, *, classes: int, shape: Shape) -> nn.Module:
             f"--model {config.model!r} returned a model with a weight named {wrapped!r}; return it without DDP or "
             "torch.compile around it, or rename that part: these names are taken for wrappers"
         )
+    other = next((name for name, value in model.state_dict().items() if not isinstance(value, Tensor)), None)
+    if other:
+        raise SettingError(
+            f"--model {config.model!r} keeps {other!r} in its state dict, which is no tensor: it cannot be saved"
+        )
     return model
 
 

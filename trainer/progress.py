@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,13 +36,23 @@ class Live:
         if self.shown:
             import rich.live
 
-            self._live = rich.live.Live("", transient=True, auto_refresh=False)
-            self._live.start()
+            # stderr stays where it is, unless it is this terminal too: then its lines must not cut the live one.
+            live = rich.live.Live("", transient=True, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
+            self.shown = not live.console.is_dumb_terminal
+            if self.shown:
+                self._live = live
+                self._try(live.start)
         return self
 
     def __exit__(self, *exc: object) -> None:
         if self._live is not None:
-            self._live.stop()
+            self._try(self._live.stop)
+
+    def _try(self, draw: Callable[[], None]) -> None:
+        try:
+            draw()
+        except (OSError, ValueError):  # the terminal has gone: training goes on, with log lines
+            self._live, self.shown = None, False
 
     def update(
         self, *, step: int, steps: int, loss: float | None = None, rate: float = 0.0, left_seconds: float = 0.0
@@ -54,7 +65,8 @@ class Live:
         now = time.monotonic()
         if now >= self._next or step == steps:
             self._next = now + _REFRESH_SECONDS
-            self._live.update(f"step {step}/{steps} ({100 * step // steps} %){self._text}", refresh=True)
+            line = f"step {step}/{steps} ({100 * step // steps} %){self._text}"
+            self._try(functools.partial(self._live.update, line, refresh=True))
 
 
 def table(rows: Sequence[tuple[str, str]]) -> str:

@@ -50,8 +50,8 @@ def test_unknown_name_lists_the_names(name: str) -> None:
 
 
 def test_limits_keep_the_first_samples() -> None:
-    dataset, whole = load("random", limit_train=3, limit_test=0), load("random")
-    assert (len(dataset.train), len(dataset.test), len(whole.train), len(whole.test)) == (3, 0, 50_000, 10_000)
+    dataset, whole = load("random", limit_train=3, limit_test=1), load("random")
+    assert (len(dataset.train), len(dataset.test), len(whole.train), len(whole.test)) == (3, 1, 50_000, 10_000)
     ids = np.arange(3)
     assert np.array_equal(dataset.train.fetch(ids)[0], whole.train.fetch(ids)[0])
     assert dataset.fingerprint == whole.fingerprint

@@ -48,6 +48,33 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_user(tmp_path):
         folders.open_folder(build({"runs_dir": tmp_path / "file", "run_name": "a"}), sources={})
 
 
+def test_a_finished_run_is_left_as_it_is(tmp_path):
+    settings = {"runs_dir": tmp_path, "run_name": "a"}
+    run = folders.open_folder(build(settings), sources={})
+    folders.write_summary(run, {"steps": 1})
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    assert folders.open_folder(build(settings | {"workers": 3}), sources={}) == run
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+
+
+def test_all_differences_are_told_at_once(tmp_path):
+    settings = {"runs_dir": tmp_path, "run_name": "a"}
+    (folders.open_folder(build(settings), sources={}) / "checkpoints").mkdir()
+    with pytest.raises(
+        SettingError, match=r"--seed is 3, but .* made with 0; --steps is 9, but .* made with \(unset\)"
+    ):
+        folders.open_folder(build(settings | {"seed": 3, "steps": 9}), sources={})
+
+
+def test_a_config_of_another_shape_is_one_line(tmp_path):
+    settings = {"runs_dir": tmp_path, "run_name": "a"}
+    run = folders.open_folder(build(settings), sources={})
+    (run / "checkpoints").mkdir()
+    (run / "config.json").write_text('{"seed": 0}')
+    with pytest.raises(CheckpointError, match=r"config\.json is not what a run writes there"):
+        folders.open_folder(build(settings), sources={})
+
+
 def test_a_summary_means_finished(tmp_path):
     run = folders.open_folder(build({"runs_dir": tmp_path}), sources={})
     assert not folders.is_finished(run)

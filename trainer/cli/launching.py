@@ -10,7 +10,9 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
+import trainer
 from trainer import agent, codes, devices, log, stop
 from trainer.cli.environment import AGENT_JOB, AGENT_PID, STORE_FD
 from trainer.cli.ranks import exit_now, run_rank, visible_devices
@@ -164,6 +166,7 @@ def _listen(node: Node) -> socket.socket | None:
 
 def _supervise(job: Job, node: Node, *, processes: int) -> int:
     listener = _listen(node)
+    _make_importable()
     environments = []
     for index in range(processes):
         environment = dict(os.environ) | _child_variables(node, index, processes=processes, listener=listener)
@@ -171,7 +174,8 @@ def _supervise(job: Job, node: Node, *, processes: int) -> int:
         if listener and index == 0:
             environment[STORE_FD] = str(listener.fileno())
         environments.append(environment)
-    command = [sys.executable, "-m", "trainer", *sys.argv[1:]]
+    # -P: a file trainer.py in the working folder must not be run in our place.
+    command = [sys.executable, "-P", "-m", "trainer", *sys.argv[1:]]
     return agent.supervise(
         command,
         environments=environments,
@@ -179,6 +183,14 @@ def _supervise(job: Job, node: Node, *, processes: int) -> int:
         grace=job.resolved.config.grace,
         listener=listener,
     )
+
+
+def _make_importable() -> None:
+    """Let children find this package where it is not installed, as in `python -m trainer` in a checkout."""
+    parent = str(Path(trainer.__file__).resolve().parent.parent)
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if not parent.endswith("-packages") and parent not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, paths), parent])
 
 
 def _child_variables(node: Node, index: int, *, processes: int, listener: socket.socket | None) -> dict[str, str]:

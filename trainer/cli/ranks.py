@@ -28,8 +28,9 @@ _FAREWELL_SECONDS = 3.0
 def run_rank(job: Job, rank: Rank, *, listen_fd: int | None) -> int:
     """Train or evaluate as one rank, in this process, and return its exit code."""
     stop.restore_defaults()
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # for module:function in the working folder, as `python -m` does
+    with contextlib.suppress(OSError):  # it may be gone
+        if (here := str(Path.cwd())) not in sys.path:
+            sys.path.append(here)  # for module:function in the working folder; last, so that it hides nothing
     try:
         start = _start(job.resolved, rank, listen_fd)
         from trainer import train  # imports torch, so after the environment is set

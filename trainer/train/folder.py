@@ -5,6 +5,7 @@ Only rank 0 touches it. Checkpoints inside it are `checkpoint.py`'s.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -29,29 +30,36 @@ def open_folder(config: Config, *, sources: Mapping[str, str]) -> Path:
     Raises:
         SettingError: it cannot be written, belongs to another experiment, or has checkpoints that --resume never forbids to use.
     """
-    folder = config.runs_dir / (config.run_name or _new_name(config))
+    named = config.runs_dir / config.run_name if config.run_name is not None else None
     try:
-        if config.run_name is not None:
-            _check_fits(config, folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        if named is not None:
+            _check_fits(config, named)
+            if is_finished(named):
+                return named  # as it is
+            named.mkdir(parents=True, exist_ok=True)
+        folder = named or _make_new(config)
+        record = {name: plain(getattr(config, name)) for name in settings()}
         _write(
             folder / CONFIG,
-            {
-                name: {"value": plain(getattr(config, name)), "source": sources.get(name, "default")}
-                for name in settings()
-            },
+            {name: {"value": value, "source": sources.get(name, "default")} for name, value in record.items()},
         )
     except OSError as error:
+        where = named or config.runs_dir
         raise SettingError(
-            f"the run folder {folder} cannot be written ({error.strerror}, as uid {os.getuid()}); choose another with --runs-dir"
+            f"the run folder {where} cannot be written ({error.strerror}, as uid {os.getuid()}); choose another with --runs-dir"
         ) from error
     return folder
 
 
-def _new_name(config: Config) -> str:
+def _make_new(config: Config) -> Path:
+    """Make a folder with a dated name that nobody else has."""
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.dataset}-{config.model}".replace(":", "-").replace("/", "-")
-    names = (stem if number == 1 else f"{stem}-{number}" for number in range(1, 1000))
-    return next(name for name in names if not (config.runs_dir / name).exists())
+    for number in range(1, 1000):
+        folder = config.runs_dir / (stem if number == 1 else f"{stem}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise SettingError(f"{config.runs_dir} has a thousand runs of this second; choose a --run-name")
 
 
 def _check_fits(config: Config, folder: Path) -> None:
@@ -60,9 +68,14 @@ def _check_fits(config: Config, folder: Path) -> None:
             f"--resume is never, but {folder} has checkpoints; choose another --run-name, or --resume auto"
         )
     if (folder / CHECKPOINTS).exists() or (folder / SUMMARY).exists():
-        check_same(
-            config, {name: item["value"] for name, item in read_json(folder / CONFIG).items()}, where=str(folder)
-        )
+        check_same(config, _saved_settings(folder / CONFIG), where=str(folder))
+
+
+def _saved_settings(path: Path) -> dict[str, Any]:
+    try:
+        return {name: item["value"] for name, item in read_json(path).items()}
+    except (TypeError, KeyError) as error:
+        raise CheckpointError(f"{path} is not what a run writes there; give another --run-name") from error
 
 
 def check_same(config: Config, saved: Mapping[str, Any], *, where: str) -> None:

@@ -141,7 +141,6 @@ def fit(
             try:
                 with meter.time("evaluate"):
                     state.score, state.scored_at = evaluate(), state.step
-                _check_finite(state.score, step=state.step)
             except Stopped as stopped:
                 signum = stopped.signum
         if signum or saves:
@@ -151,7 +150,8 @@ def fit(
             raise Stopped(signum)
 
 
-def _check_finite(score: Score, *, step: int) -> None:
+def check_finite(score: Score, *, step: int) -> None:
+    """Raise Diverged, on all ranks alike, where a score shows that the weights are bad."""
     if not math.isfinite(score.loss):
         raise Diverged(f"the loss on the test set is not finite after step {step}; lower --lr", shared=True)
 

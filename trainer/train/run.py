@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer import log, optim
-from trainer.codes import SettingError
+from trainer.codes import DataError, SettingError
 from trainer.config import Config
 from trainer.data import DataSet, auto_workers, load, test_batches, train_batches
 from trainer.evaluate import Score, evaluate
@@ -24,7 +24,7 @@ from trainer.group import Group, Meeting, alone, connect
 from trainer.models import build_model, check_batchnorm, sync_batchnorm
 from trainer.progress import Live
 from trainer.train import folder as folders
-from trainer.train.loop import State, Update, autocast, fit
+from trainer.train.loop import State, Update, autocast, check_finite, fit
 from trainer.train.meter import Meter
 from trainer.train.plan import Plan, make_plan
 from trainer.train.prepare import Prepare, open_trace
@@ -83,6 +83,7 @@ def run(start: Start) -> None:
             log.info(f"{folder} is finished: nothing to do")
             return
         dataset, plan, state = group.together(lambda: build(start, group))
+        check_same_data(dataset, group)
         facts = Facts(start, choice, group, dataset, plan)
         describe(facts, state)
         restore_state(state, folder, config=config, dataset=dataset, group=group)
@@ -106,6 +107,19 @@ def build(start: Start, group: Group) -> tuple[DataSet, Plan, State]:
         device_batch_size=config.device_batch_size,
     )
     return dataset, plan, state
+
+
+def check_same_data(dataset: DataSet, group: Group) -> None:
+    """Check that every rank has rank 0's data. Raises DataError on all ranks, naming the first that has not."""
+    sizes = f"{len(dataset.train)} training and {len(dataset.test)} test samples of shape {dataset.shape}"
+    own = f"{sizes}, {dataset.classes} classes, fingerprint {dataset.fingerprint[:16]}"
+    first = group.from_rank_0(own.encode).decode()
+
+    def compare() -> None:
+        if own != first:
+            raise DataError(f"the data differ between ranks: here {own}; on rank 0 {first}")
+
+    group.together(compare)
 
 
 def build_state(config: Config, *, dataset: DataSet, group: Group) -> State:
@@ -148,8 +162,8 @@ def _without_buffer_sync() -> dict[str, Any]:
 
 
 def _check_compiler(config: Config) -> None:
-    if config.compile and not any(shutil.which(name) for name in ("c++", "g++", "clang++", "gcc")):
-        raise SettingError("--compile needs a C++ compiler and none is on PATH; install g++, or drop --compile")
+    if config.compile and not shutil.which("g++"):
+        raise SettingError("--compile needs a C++ compiler, but g++ is not on PATH; install it, or drop --compile")
 
 
 def _train(start: Start, state: State, *, folder: Path, dataset: DataSet, plan: Plan, group: Group) -> Meter:
@@ -158,7 +172,9 @@ def _train(start: Start, state: State, *, folder: Path, dataset: DataSet, plan: 
     loading = loader_options(start, dataset=dataset, group=group)
 
     def score_now() -> Score:
-        return score_state(state, config=config, dataset=dataset, group=group, prepare=untraced, start=start)
+        score = score_state(state, config=config, dataset=dataset, group=group, prepare=untraced, start=start)
+        check_finite(score, step=state.step)
+        return score
 
     def save() -> None:
         save_state(state, folder, config=config, dataset=dataset, group=group)

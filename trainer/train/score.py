@@ -12,7 +12,7 @@ from trainer.data import load
 from trainer.evaluate import Score
 from trainer.train.prepare import Prepare
 from trainer.train.restore import load_model, read_packed, unpacked
-from trainer.train.run import build_state, joined, score_state
+from trainer.train.run import build_state, check_same_data, joined, score_state
 from trainer.train.start import Start
 
 
@@ -28,6 +28,7 @@ def score(start: Start, path: Path) -> Score:
         config = _with_experiment(start, loaded)
         log.info(f"step {loaded.step} of {path}: {config.model} on {config.dataset}")
         dataset = group.together(lambda: load(config, cache_dir=start.cache_dir))
+        check_same_data(dataset, group)
         state = group.together(lambda: build_state(config, dataset=dataset, group=group))
         if loaded.state["classes"] != dataset.classes:
             raise CheckpointError(
@@ -57,4 +58,5 @@ def _with_experiment(start: Start, loaded: checkpoint.Loaded) -> Config:
         log.warning(
             f"ignored: {', '.join(ignored)}; an evaluation takes what belongs to the experiment from the checkpoint"
         )
+    saved["sync_batchnorm"] = False  # in evaluation it is plain BatchNorm, and that runs anywhere
     return dataclasses.replace(start.config, **saved)  # type: ignore[arg-type]
