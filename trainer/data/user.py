@@ -10,6 +10,7 @@ or random, are seeded before each sample, so they are a function of (seed, strea
 from __future__ import annotations
 
 import importlib
+import math
 import operator
 import random
 from collections.abc import Callable, Sized
@@ -26,6 +27,7 @@ from trainer.data.sets import I64, U8, U64, ArraySource, DataSet, digest, finger
 
 MOST_CHANNELS = 4
 SPLITS = ("train", "test")
+MOST_CLASSES = 10**6
 
 
 def load_user(config: Config) -> DataSet:
@@ -38,9 +40,14 @@ def load_user(config: Config) -> DataSet:
     name = config.dataset
     function = _function(name)
     train, test = (_call(function, split, config) for split in SPLITS)
-    if isinstance(train, tuple) and isinstance(test, tuple):
-        return _from_arrays(name, train, test)
-    return _from_datasets(name, train, test)
+    try:
+        if isinstance(train, tuple) and isinstance(test, tuple):
+            return _from_arrays(name, train, test)
+        return _from_datasets(name, train, test)
+    except TrainerError:
+        raise
+    except Exception as error:  # its length, its attributes: all of it is the user's code
+        raise DataError(f"data set {name} cannot be used: {_line(error)}") from error
 
 
 def _function(name: str) -> Callable[[str, Config], Any]:
@@ -74,6 +81,10 @@ def _from_arrays(name: str, train: tuple[Any, ...], test: tuple[Any, ...]) -> Da
         where = f"data set {name}, {split}"
         images, labels = _checked(arrays, where)
         classes = classes or (int(labels.max()) + 1 if labels.size else 1)
+        if classes > MOST_CLASSES:
+            raise DataError(
+                f"{where}: the label of sample {labels.argmax()} is {labels.max()}; allowed: below {MOST_CLASSES}"
+            )
         bad = np.flatnonzero((labels < 0) | (labels >= classes))
         if bad.size:
             raise DataError(f"{where}: the label of sample {bad[0]} is {labels[bad[0]]}; allowed: 0 to {classes - 1}")
@@ -99,7 +110,12 @@ def _checked(arrays: tuple[Any, ...], where: str) -> tuple[U8, np.ndarray[Any, A
     images, labels = (np.asarray(array) for array in arrays)
     if images.ndim == 3:
         images = images[:, None]
-    if images.dtype != np.uint8 or images.ndim != 4 or not 1 <= images.shape[1] <= MOST_CHANNELS:
+    if (
+        images.dtype != np.uint8
+        or images.ndim != 4
+        or not 1 <= images.shape[1] <= MOST_CHANNELS
+        or 0 in images.shape[2:]
+    ):
         raise DataError(
             f"{where}: images are {images.dtype} {list(images.shape)}; "
             f"expected uint8 [n, height, width] or [n, channels, height, width] with 1 to {MOST_CHANNELS} channels"
@@ -200,6 +216,7 @@ def _classes(items: Any, where: str) -> int:
 
 def _per_channel(items: Any, attribute: str, default: float, name: str, channels: int) -> tuple[float, ...]:
     values = tuple(float(value) for value in getattr(items, attribute, (default,) * channels))
-    if len(values) != channels or (attribute == "std" and min(values) <= 0):
+    finite = all(map(math.isfinite, values))
+    if len(values) != channels or not finite or (attribute == "std" and min(values) <= 0):
         raise DataError(f"data set {name}: `{attribute}` is {values}; expected {channels} numbers, and above 0 for std")
     return values
