@@ -113,3 +113,29 @@ def test_a_model_whose_output_does_not_fit_the_classes_is_refused_in_the_first_s
     model = nn.Sequential(nn.Flatten(), head).double()
     with pytest.raises(SettingError, match=rf"forward returned {found}; .* \(samples, classes\) = \(29, 3\)"):
         weights_after_a_step(model, torch.arange(BATCH))
+
+
+class Accumulates(nn.Module):
+    """Use an operation that torch refuses under deterministic algorithms."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, pictures):
+        logits = self.head(pictures.flatten(1))
+        return logits + torch.zeros_like(logits).put_(torch.tensor([0]), torch.ones(1, dtype=logits.dtype))
+
+
+def test_an_operation_without_a_deterministic_kernel_is_named_with_the_option():
+    from trainer.train.loop import _naming_the_option
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        with (
+            pytest.raises(SettingError, match=r"^--deterministic: put_ has no deterministic implementation"),
+            _naming_the_option(),
+        ):
+            weights_after_a_step(Accumulates().double(), torch.arange(BATCH))
+    finally:
+        torch.use_deterministic_algorithms(False)

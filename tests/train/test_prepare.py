@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from trainer.codes import SettingError
+from trainer.codes import SettingError, TrainerError
 from trainer.data import ArraySource, Batch, DataSet
 from trainer.train.prepare import Prepare, open_trace
 
@@ -73,3 +75,12 @@ def test_a_trace_that_cannot_be_written_is_named(tmp_path):
 def test_no_folder_is_no_trace():
     with open_trace(None, rank=0) as trace:
         assert trace is None
+
+
+def test_a_trace_on_a_full_disk_is_one_line(dataset):
+    trace = Path("/dev/full").open("a", encoding="ascii")
+    prepare = Prepare(dataset, torch.device("cpu"), channels_last=False, trace=trace)
+    with pytest.raises(TrainerError, match=r"--trace: /dev/full cannot be written \(No space left on device\)"):
+        prepare(batch(2))
+    with contextlib.suppress(OSError):
+        trace.close()

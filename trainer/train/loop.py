@@ -122,7 +122,7 @@ def fit(
             batch = next(batches)
         # With an error the step goes on with empty pictures, so that no peer waits for this rank; all end below.
         own_error = own_error or batch.error
-        with meter.time("compute"), group.waiting():
+        with meter.time("compute"), group.waiting(), _naming_the_option():
             loss = update(state, batch)
         agreement.ask(step=state.step, stop=stop.signum, finite=torch.isfinite(loss), data_failed=bool(batch.error))
         meter.step(loss, step=state.step)
@@ -148,6 +148,20 @@ def fit(
                 save()  # rank 0 writes; the others go on to the next collective
         if signum:
             raise Stopped(signum)
+
+
+@contextlib.contextmanager
+def _naming_the_option() -> Iterator[None]:
+    """Turn torch's refusal of an operation under --deterministic into a line that names the option."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "deterministic implementation" not in str(error):
+            raise
+        what = str(error).split(" does not have")[0]
+        raise SettingError(
+            f"--deterministic: {what} has no deterministic implementation; drop the option", shared=True
+        ) from error
 
 
 def check_finite(score: Score, *, step: int) -> None:

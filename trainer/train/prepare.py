@@ -10,7 +10,7 @@ from typing import TextIO
 
 import torch
 
-from trainer.codes import SettingError
+from trainer.codes import SettingError, TrainerError
 from trainer.data import Batch, DataSet
 
 
@@ -37,10 +37,19 @@ class Prepare:
         labels = batch.labels.to(self._device, non_blocking=True)
         inputs = images.to(torch.float32, memory_format=self._format).sub_(self._mean).mul_(self._scale)
         if self._trace is not None:
-            rows = zip(batch.ids.tolist(), inputs.cpu().contiguous().numpy(), strict=True)
-            self._trace.writelines(f"{batch.step},{sample},{zlib.crc32(row)}\n" for sample, row in rows)
-            self._trace.flush()
+            _write(self._trace, batch, inputs)
         return inputs, labels
+
+
+def _write(trace: TextIO, batch: Batch, inputs: torch.Tensor) -> None:
+    rows = zip(batch.ids.tolist(), inputs.cpu().contiguous().numpy(), strict=True)
+    try:
+        trace.writelines(f"{batch.step},{sample},{zlib.crc32(row)}\n" for sample, row in rows)
+        trace.flush()
+    except OSError as error:
+        raise TrainerError(
+            f"--trace: {trace.name} cannot be written ({error.strerror}); make room, or drop it"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -59,5 +68,8 @@ def open_trace(folder: Path | None, *, rank: int) -> Iterator[TextIO | None]:
         file = path.open("a", encoding="ascii")
     except OSError as error:
         raise SettingError(f"--trace: {path} cannot be written ({error.strerror}); choose another folder") from error
-    with file:
+    try:
         yield file
+    finally:
+        with contextlib.suppress(OSError):  # said when it was written
+            file.close()
