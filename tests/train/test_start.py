@@ -18,7 +18,7 @@ def start(*, world=1, devices=(), **settings):
     rank = Rank(0, world, 0, world, 0, 1)
     return Start(
         config=build(settings), sources={}, rank=rank, stop=Stop(), devices=devices, cpus=2, cache_dir=None,
-        listen_fd=None, on_end=lambda code, line: None, unix_seconds=0.0,
+        listen_fd=None, on_end=lambda code, line: None,
     )  # fmt: skip
 
 

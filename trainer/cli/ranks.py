@@ -20,7 +20,6 @@ from trainer.launch import Rank
 if TYPE_CHECKING:
     from trainer.train import Start
 
-_STARTED = time.time()
 #: How long a rank may take to end by itself once another rank has published its end.
 _FAREWELL_SECONDS = 3.0
 
@@ -94,7 +93,6 @@ def _start(resolved: Resolved, rank: Rank, listen_fd: int | None) -> Start:
         cache_dir=_cache_dir(resolved),
         listen_fd=listen_fd,
         on_end=_end_with_peer,
-        unix_seconds=_STARTED,
     )
 
 

@@ -31,7 +31,6 @@ class Start:
         cache_dir: folder for drawn data, or None where there is none to write.
         listen_fd: rank 0's listening socket from the agent, or None.
         on_end: called with (code, line) when another rank ends for good.
-        unix_seconds: when this process started.
     """
 
     config: Config
@@ -43,7 +42,6 @@ class Start:
     cache_dir: Path | None
     listen_fd: int | None
     on_end: Callable[[int, str], None]
-    unix_seconds: float
 
 
 @dataclass(frozen=True)
