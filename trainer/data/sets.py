@@ -13,9 +13,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.codes import DataError
+
 U8 = NDArray[np.uint8]
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
+
+
+class BadSample(DataError):
+    """Say that one sample cannot be read; --bad-samples says whether that ends the run."""
 
 
 class Source(Protocol):
@@ -36,7 +42,8 @@ class Source(Protocol):
             Pictures [k, channels, height, width] and labels [k].
 
         Raises:
-            DataError: a sample cannot be used; the line names it.
+            BadSample: a sample cannot be read; the line names it.
+            DataError: it was read, but is not what it must be.
         """
         ...
 
@@ -53,6 +60,8 @@ class DataSet:
         shift: largest augmentation shift in pixels; 0 is none.
         fingerprint: sha256 in hex, another one where the content is another (before --limit-train and --limit-test).
         in_memory: whether a sample costs no more than a copy, so that loader processes would only be in the way.
+        class_names: by label, where the data tell them.
+        notes: warnings about the data, a line each.
     """
 
     name: str
@@ -65,6 +74,8 @@ class DataSet:
     shift: int
     fingerprint: str
     in_memory: bool
+    class_names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
