@@ -28,12 +28,14 @@ class Score:
         loss: mean cross-entropy over the samples, natural logarithm, without label smoothing.
         accuracy, top5: parts of the samples, 0 to 1; top5 counts the best min(5, classes) answers.
         samples: how many samples were counted.
+        skipped: how many could not be read and were left out.
     """
 
     loss: float
     accuracy: float
     top5: float
     samples: int
+    skipped: int = 0
 
 
 def evaluate(
@@ -52,27 +54,30 @@ def evaluate(
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        loss, right, right5, samples = _add_up(model, batches, group=group, prepare=prepare, stop=stop)
+        loss, right, right5, samples, skipped = _add_up(model, batches, group=group, prepare=prepare, stop=stop)
     finally:
         # As they were, one by one: a model may train with some of its parts in evaluation mode.
         for module, training in modes.items():
             module.training = training
     if not samples:
-        return Score(loss=0.0, accuracy=0.0, top5=0.0, samples=0)
-    return Score(loss=loss / samples, accuracy=right / samples, top5=right5 / samples, samples=int(samples))
+        return Score(loss=0.0, accuracy=0.0, top5=0.0, samples=0, skipped=int(skipped))
+    means = {"loss": loss / samples, "accuracy": right / samples, "top5": right5 / samples}
+    return Score(**means, samples=int(samples), skipped=int(skipped))
 
 
 def _add_up(
     model: nn.Module, batches: Iterator[Batch], *, group: Group, prepare: Prepare, stop: Callable[[], int]
 ) -> list[float]:
-    sums = torch.zeros(4, dtype=torch.float64, device=group.device)
+    sums = torch.zeros(5, dtype=torch.float64, device=group.device)
     agreement, own_error = Agreement(group), None
     fine = torch.tensor(True)
     for number, batch in enumerate(batches, start=1):
         own_error = own_error or batch.error
         agreement.ask(step=number, stop=stop(), finite=fine, data_failed=bool(batch.error))
         if len(batch.labels):
-            sums += _count(model, *prepare(batch))
+            sums[:4] += _count(model, *prepare(batch))
+        if batch.skipped:
+            sums[4] += batch.skipped
         verdict = agreement.previous()
         verdict.raise_if_bad(own_error, rank=group.rank)
         if verdict.stop:

@@ -57,27 +57,37 @@ def train_batches(
     steps: int,
     workers: int,
     pin: bool,
+    skip_bad: bool = False,
 ) -> Iterator[Iterator[Batch]]:
     """Give this rank's batches of the steps `start` to `steps` - 1, in order.
 
     Args:
         workers: loader processes; 0 loads in this process. They end with the context.
         pin: put batches into page-locked memory.
+        skip_bad: replace a sample that cannot be read by the next good one, and say so in the batch.
     """
-    work = TrainSteps(dataset, seed=seed, global_batch=global_batch, rank=rank, world=world)
+    work = TrainSteps(dataset, seed=seed, global_batch=global_batch, rank=rank, world=world, skip_bad=skip_bad)
     with _batches(work, range(start, steps), workers=workers, pin=pin) as batches:
         yield batches
 
 
 @contextlib.contextmanager
 def test_batches(
-    dataset: DataSet, *, batch_size: int, rank: int, world: int, workers: int, pin: bool
+    dataset: DataSet,
+    *,
+    batch_size: int,
+    rank: int,
+    world: int,
+    workers: int,
+    pin: bool,
+    skip_bad: bool = False,
 ) -> Iterator[Iterator[Batch]]:
     """Give this rank's test samples, rank::world, in order; every rank gets the same number of batches.
 
-    The last ones may have fewer than `batch_size` samples, or none. Nothing is augmented.
+    The last ones may have fewer than `batch_size` samples, or none. Nothing is augmented. With `skip_bad` a sample that
+    cannot be read is left out.
     """
-    work = EvalSteps(dataset, batch_size=batch_size, rank=rank, world=world)
+    work = EvalSteps(dataset, batch_size=batch_size, rank=rank, world=world, skip_bad=skip_bad)
     with _batches(work, range(len(work)), workers=workers, pin=pin) as batches:
         yield batches
 
@@ -86,11 +96,11 @@ def test_batches(
 def _batches(work: Steps, steps: range, *, workers: int, pin: bool) -> Iterator[Iterator[Batch]]:
     if not workers or not steps:
         made = (work.arrays(step).tensors() for step in steps)
-        yield (batch.pin_memory() for batch in made) if pin else made
+        yield map(_tell_faults, (batch.pin_memory() for batch in made) if pin else made)
         return
     loader = _Loader(work, steps, workers=workers, pin=pin)
     try:
-        yield loader
+        yield map(_tell_faults, loader)
     finally:
         loader.close()
 
@@ -212,3 +222,16 @@ def _fits_shared_memory(work: Steps, workers: int) -> bool:
 @functools.cache
 def _warn_once(message: str) -> None:
     log.warning(message)  # each evaluation opens a loader of its own
+
+
+MOST_TOLD = 20
+
+
+def _tell_faults(batch: Batch) -> Batch:
+    """Name each sample that could not be read once, and not more than 20 of them."""
+    told = _warn_once.cache_info().currsize
+    for line in batch.faults[: max(0, MOST_TOLD - told)]:
+        _warn_once(f"{line}; passed over")
+    if batch.faults and told >= MOST_TOLD:
+        _warn_once("more samples cannot be read; they are counted, but not named")
+    return batch

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from trainer.codes import DataError
 from trainer.data.augment import shift_pictures
 from trainer.data.order import draws, order, rank_positions
-from trainer.data.sets import I64, U8, DataSet, Source
+from trainer.data.sets import I64, U8, U64, BadSample, DataSet, Source
 
 
 @dataclass
@@ -29,6 +29,8 @@ class Batch:
         ids: int64 [n], the samples' numbers in their split.
         images: uint8 [n, channels, height, width], augmented, not normalised.
         labels: int64 [n].
+        faults: a line for each sample that could not be read and was replaced or left out.
+        skipped: how many places of the step that were.
         error: why the data cannot be used, or None. With an error, images and labels are zeros of the right size, so that
             the rank can take part in what its peers do in this step.
     """
@@ -38,6 +40,8 @@ class Batch:
     images: torch.Tensor
     labels: torch.Tensor
     error: str | None = None
+    faults: tuple[str, ...] = ()
+    skipped: int = 0
 
     def pin_memory(self) -> Batch:
         """Copy to page-locked memory, from which a GPU copies without waiting."""
@@ -54,19 +58,23 @@ class Arrays:
     ids: I64
     images: U8
     labels: I64
-    error: str | None
+    error: str | None = None
+    faults: tuple[str, ...] = ()
+    skipped: int = 0
 
     def tensors(self) -> Batch:
         """Return the same batch as tensors, without a copy."""
         ids, images, labels = (torch.from_numpy(array) for array in (self.ids, self.images, self.labels))
-        return Batch(self.step, ids, images, labels, self.error)
+        return Batch(self.step, ids, images, labels, self.error, self.faults, self.skipped)
 
 
 class Steps(Dataset[Any]):
     """Map a step to its batch; runs in the training process and in loader processes alike."""
 
-    def __init__(self, source: Source, *, shape: tuple[int, int, int], size: int, world: int) -> None:
-        self.source, self.shape = source, shape
+    def __init__(
+        self, source: Source, *, shape: tuple[int, int, int], size: int, world: int, skip_bad: bool = False
+    ) -> None:
+        self.source, self.shape, self.skip_bad = source, shape, skip_bad
         self.size, self.world = size, world  # most samples in a batch, number of ranks
         self.piped = False
 
@@ -74,8 +82,8 @@ class Steps(Dataset[Any]):
         """Return the ids of the step's samples."""
         raise NotImplementedError
 
-    def read(self, step: int, ids: I64) -> tuple[U8, I64]:
-        """Return the step's pictures and labels, or raise DataError."""
+    def read(self, step: int, ids: I64) -> Arrays:
+        """Return the step's batch, or raise DataError."""
         raise NotImplementedError
 
     def failed(self, step: int, error: str) -> Arrays:
@@ -87,7 +95,7 @@ class Steps(Dataset[Any]):
         """Return the batch of a step, with its error where its data cannot be used."""
         ids = self.ids(step)
         try:
-            return Arrays(step, ids, *self.read(step, ids), error=None)
+            return self.read(step, ids)
         except DataError as error:
             return self.failed(step, str(error))
 
@@ -100,8 +108,11 @@ class Steps(Dataset[Any]):
 class TrainSteps(Steps):
     """Make one rank's part of each training step."""
 
-    def __init__(self, dataset: DataSet, *, seed: int, global_batch: int, rank: int, world: int) -> None:
-        super().__init__(dataset.train, shape=dataset.shape, size=-(-global_batch // world), world=world)
+    def __init__(
+        self, dataset: DataSet, *, seed: int, global_batch: int, rank: int, world: int, skip_bad: bool = False
+    ) -> None:
+        size = -(-global_batch // world)
+        super().__init__(dataset.train, shape=dataset.shape, size=size, world=world, skip_bad=skip_bad)
         self.seed, self.shift = seed, dataset.shift
         self.in_memory = dataset.in_memory
         self.positions = partial(rank_positions, global_batch=global_batch, rank=rank, world=world)
@@ -110,19 +121,23 @@ class TrainSteps(Steps):
         """Return the ids of the rank's stream positions."""
         return order(self.seed, n=len(self.source), positions=self.positions(step))
 
-    def read(self, step: int, ids: I64) -> tuple[U8, I64]:
-        """Read and augment."""
+    def read(self, step: int, ids: I64) -> Arrays:
+        """Read and augment; with `skip_bad` a sample that cannot be read is replaced by the next good one."""
         positions = self.positions(step)
         seeds = None if self.in_memory else draws(self.seed, positions=positions, count=1)[:, 0]
-        images, labels = self.source.fetch(ids, seeds=seeds)
-        return shift_pictures(images, seed=self.seed, positions=positions, shift=self.shift), labels
+        if self.skip_bad:
+            batch = _read_good(self, step, seeds=seeds, tries=min(MOST_IN_A_ROW, len(self.source)))
+        else:
+            batch = Arrays(step, ids, *self.source.fetch(ids, seeds=seeds))
+        shifted = shift_pictures(batch.images, seed=self.seed, positions=positions, shift=self.shift)
+        return replace(batch, images=shifted)
 
 
 class EvalSteps(Steps):
     """Make one rank's part of each batch of an evaluation."""
 
-    def __init__(self, dataset: DataSet, *, batch_size: int, rank: int, world: int) -> None:
-        super().__init__(dataset.test, shape=dataset.shape, size=batch_size, world=world)
+    def __init__(self, dataset: DataSet, *, batch_size: int, rank: int, world: int, skip_bad: bool = False) -> None:
+        super().__init__(dataset.test, shape=dataset.shape, size=batch_size, world=world, skip_bad=skip_bad)
         self.rank = rank
 
     def __len__(self) -> int:
@@ -134,6 +149,48 @@ class EvalSteps(Steps):
         first, stop = (self.rank + number * self.size * self.world for number in (step, step + 1))
         return np.arange(first, min(stop, len(self.source)), self.world, dtype=np.int64)
 
-    def read(self, step: int, ids: I64) -> tuple[U8, I64]:
-        """Read."""
-        return self.source.fetch(ids)
+    def read(self, step: int, ids: I64) -> Arrays:
+        """Read; with `skip_bad` a sample that cannot be read is left out, since another in its place would count twice."""
+        if self.skip_bad:
+            return _read_good(self, step, seeds=None, tries=1)
+        return Arrays(step, ids, *self.source.fetch(ids))
+
+
+#: So many samples in a row that cannot be read are no bad luck.
+MOST_IN_A_ROW = 100
+
+
+def _read_good(steps: Steps, step: int, *, seeds: U64 | None, tries: int) -> Arrays:
+    """Read a step's samples one by one; a bad one's place is taken by the next good one of `tries` by number, or by none.
+
+    What stands in for a sample is a function of the data alone, so that every rank and worker would take the same; it
+    gets the random draws of the place that it takes.
+    """
+    ids = steps.ids(step)
+    images, labels = np.empty((len(ids), *steps.shape), np.uint8), np.empty(len(ids), np.int64)
+    found: list[int] = []
+    faults: list[str] = []
+    skipped = 0
+    for row, first in enumerate(ids.tolist()):
+        seed = None if seeds is None else seeds[row : row + 1]
+        numbers = [(first + further) % len(steps.source) for further in range(tries)]
+        sample = _first_good(steps.source, numbers, seed=seed, faults=faults)
+        skipped += sample is None or sample[0] != first
+        if sample is not None:
+            images[len(found)], labels[len(found)] = sample[1][0], sample[2][0]
+            found.append(sample[0])
+        elif tries > 1:
+            raise DataError(f"from sample {first} on, {tries} in a row cannot be read; the last: {faults[-1]}")
+    good = len(found)
+    return Arrays(step, np.array(found, np.int64), images[:good], labels[:good], None, tuple(faults), skipped)
+
+
+def _first_good(
+    source: Source, numbers: list[int], *, seed: U64 | None, faults: list[str]
+) -> tuple[int, U8, I64] | None:
+    for number in numbers:
+        try:
+            return number, *source.fetch(np.array([number], np.int64), seeds=seed)
+        except BadSample as error:
+            faults.append(str(error))
+    return None

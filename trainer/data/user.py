@@ -23,7 +23,7 @@ import torch
 from trainer.codes import DataError, SettingError, TrainerError
 from trainer.config import Config
 from trainer.data.order import draws
-from trainer.data.sets import I64, U8, U64, ArraySource, DataSet, digest, fingerprint, statistics
+from trainer.data.sets import I64, U8, U64, ArraySource, BadSample, DataSet, digest, fingerprint, statistics
 
 MOST_CHANNELS = 4
 SPLITS = ("train", "test")
@@ -160,7 +160,7 @@ class ItemSource:
             picture, label = self.items[index]
             image, number = np.asarray(picture), operator.index(label)
         except Exception as error:
-            raise DataError(f"{self.where}: sample {index} cannot be read: {_line(error)}") from error
+            raise BadSample(f"{self.where}: sample {index} cannot be read: {_line(error)}") from error
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape != (self.shape or image.shape):
             wanted = list(self.shape) if self.shape else "[channels, height, width]"
             raise DataError(

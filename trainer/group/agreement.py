@@ -1,4 +1,4 @@
-"""The agreement that rides beside every step: stop, not finite, data failed; the maximum over the ranks.
+"""The agreement that rides beside every step: stop, not finite, data failed, and samples skipped so far.
 
 It goes over gloo, also beside NCCL, is asked in one step and read in the next, so the training path waits for nobody (asking
 costs about 5 us). Deciding what to do with an answer is the loop's.
@@ -25,12 +25,14 @@ class Verdict:
         stop: the highest stop signal that any rank received, or 0.
         diverged: whether any rank's loss was not finite.
         data_failed: whether any rank could not read its batch.
+        skipped: how many samples all ranks have skipped so far.
     """
 
     step: int = 0
     stop: int = 0
     diverged: bool = False
     data_failed: bool = False
+    skipped: int = 0
 
     def raise_if_bad(self, own_error: str | None = None, *, rank: int = 0) -> None:
         """Raise what ends all ranks, DataError or Diverged; `own_error` is why this rank's data failed, if they did."""
@@ -53,22 +55,33 @@ class _Question:
 
 @dataclass
 class Agreement:
-    """Ask all ranks once per step, and read the answers one step later or, before a save, at once."""
+    """Ask all ranks once per step, and read the answers one step later or, before a save, at once.
+
+    `counting`: whether the ranks tell how many samples they skipped: a place for each in the vector, of which the maximum
+    is taken, so that the sum is that of the same step on every rank.
+    """
 
     group: Group
+    counting: bool = False
     _asked: list[_Question] = field(default_factory=list)
     _verdict: Verdict = field(default_factory=Verdict)
     _on_device: list[tuple[torch.Tensor, torch.cuda.Event]] = field(default_factory=list)
 
-    def ask(self, *, step: int, stop: int, finite: torch.Tensor, data_failed: bool) -> None:
+    def ask(self, *, step: int, stop: int, finite: torch.Tensor, data_failed: bool, skipped: int = 0) -> None:
         """Start the agreement of one step; every rank takes part, none waits.
 
         `finite` is a boolean tensor on the device. From a GPU it is copied without waiting and rides in the first
         question that is asked after it has arrived.
         """
         diverged = not bool(finite) if finite.device.type == "cpu" else self._arrived(finite)
-        vector = torch.tensor([stop, int(diverged), int(data_failed)], dtype=torch.int32)
+        vector = self._vector(stop, int(diverged), int(data_failed), skipped=skipped)
         self._asked.append(_Question(step, vector, self._reduce(vector)))
+
+    def _vector(self, *flags: int, skipped: int = 0) -> torch.Tensor:
+        counts = [0] * (self.group.world if self.counting else 0)
+        if counts:
+            counts[self.group.rank] = skipped
+        return torch.tensor([*flags, *counts], dtype=torch.int32)
 
     def _reduce(self, vector: torch.Tensor) -> dist.Work | None:
         if not self.group.distributed:
@@ -105,7 +118,7 @@ class Agreement:
             self._take(last)
             if not self._asked and self.group.device.type == "cuda":
                 # The last losses may have been on their way when the ranks were asked: one more round, on all ranks alike.
-                vector = torch.tensor([0, int(self._collect(wait=True)), 0], dtype=torch.int32)
+                vector = self._vector(0, int(self._collect(wait=True)), 0)
                 self._take(_Question(last.step, vector, self._reduce(vector)))
         return self._verdict
 
@@ -113,7 +126,7 @@ class Agreement:
         if question.work is not None:
             with self.group.waiting():
                 question.work.wait()
-        stop, diverged, data_failed = question.vector.tolist()
+        stop, diverged, data_failed, *counts = question.vector.tolist()
         known = self._verdict
         bad = known.diverged or known.data_failed
         self._verdict = Verdict(
@@ -121,4 +134,5 @@ class Agreement:
             stop=max(known.stop, stop),
             diverged=known.diverged or bool(diverged),
             data_failed=known.data_failed or bool(data_failed),
+            skipped=max(known.skipped, sum(counts)),
         )

@@ -35,6 +35,7 @@ class State:
         network: what a step calls: the model, or a wrapper around it.
         step: optimizer steps done.
         score: the last evaluation, with the step it was made at.
+        skipped: how many samples could not be read and were replaced, over all ranks.
         checked: whether a step has shown that every weight takes part.
     """
 
@@ -44,6 +45,7 @@ class State:
     step: int = 0
     score: Score | None = None
     scored_at: int = 0
+    skipped: int = 0
     checked: bool = False
 
 
@@ -115,7 +117,8 @@ def fit(
         PeerLost: a rank did not take part.
     """
     plan, group = update.plan, update.group
-    agreement, own_error = Agreement(group), None
+    agreement, own_error = Agreement(group, counting=update.config.bad_samples == "skip"), None
+    skipped_before, own_skipped = state.skipped, 0
     while state.step < plan.steps:
         group.where = f"step {state.step + 1}"
         with meter.time("data"):
@@ -124,7 +127,9 @@ def fit(
         own_error = own_error or batch.error
         with meter.time("compute"), group.waiting(), _naming_the_option():
             loss = update(state, batch)
-        agreement.ask(step=state.step, stop=stop.signum, finite=torch.isfinite(loss), data_failed=bool(batch.error))
+        own_skipped += batch.skipped
+        flags = {"stop": stop.signum, "finite": torch.isfinite(loss), "data_failed": bool(batch.error)}
+        agreement.ask(step=state.step, **flags, skipped=own_skipped)
         meter.step(loss, step=state.step)
         verdict = agreement.previous()
         verdict.raise_if_bad(own_error, rank=group.rank)
@@ -133,6 +138,8 @@ def fit(
             # Waits for this step's flags on all ranks: nothing is scored or saved from a step that is not known to be good.
             verdict = agreement.settled()
             verdict.raise_if_bad(own_error, rank=group.rank)
+        state.skipped = skipped_before + verdict.skipped
+        plan.check_skipped(state.skipped, step=verdict.step)
         if plan.logs_after(state.step):
             meter.log(step=state.step, learning_rate=update.learning_rate(state.step - 1))
         signum = verdict.stop

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trainer.codes import SettingError
+from trainer.codes import DataError, SettingError
 from trainer.config import Config
 from trainer.data import epochs_done, total_steps
 
@@ -22,6 +22,7 @@ class Plan:
         smallest: fewest samples that any rank passes through the model at once.
         warmup_steps: steps in which the learning rate rises.
         eval_every, checkpoint_every, log_every: steps between the events; 0 as in the settings' help.
+        most_skipped: largest part of the samples that may be bad.
     """
 
     steps: int
@@ -33,6 +34,7 @@ class Plan:
     eval_every: int
     checkpoint_every: int
     log_every: int
+    most_skipped: float = 0.0
 
     @property
     def epochs(self) -> float:
@@ -51,6 +53,10 @@ class Plan:
     def saves_after(self, step: int) -> bool:
         """Tell whether a checkpoint follows step number `step`."""
         return step == self.steps or (self.checkpoint_every > 0 and step % self.checkpoint_every == 0)
+
+    def check_skipped(self, skipped: int, *, step: int) -> None:
+        """Check how many samples were bad in the run's first `step` steps. Raises DataError."""
+        check_skipped(skipped, of=max(self.samples, step * self.global_batch), most=self.most_skipped, what="training")
 
     def logs_after(self, step: int) -> bool:
         """Tell whether a log line follows step number `step`."""
@@ -82,4 +88,14 @@ def make_plan(config: Config, *, samples: int, world: int) -> Plan:
         eval_every=config.eval_every,
         checkpoint_every=config.checkpoint_every,
         log_every=config.log_every,
+        most_skipped=config.max_bad_samples,
     )
+
+
+def check_skipped(skipped: int, *, of: int, most: float, what: str) -> None:
+    """Check how many samples were bad, on all ranks alike. Raises DataError: more than the part `most`."""
+    if skipped > most * of:
+        raise DataError(
+            f"{skipped} of {of} {what} samples cannot be read, and --max-bad-samples is {most:g}; mend the files, or raise it",
+            shared=True,
+        )
