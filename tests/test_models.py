@@ -21,7 +21,6 @@ from trainer.models import (
     build_model,
     check_batchnorm,
     fit_first_convolution,
-    has_batchnorm,
     strip_prefixes,
     sync_batchnorm,
 )
@@ -249,12 +248,6 @@ def test_part_that_was_compiled_on_its_own_is_unwrapped() -> None:
 def test_two_names_for_one_weight_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"'weight' twice, as 'module\.weight'"):
         strip_prefixes({"weight": torch.zeros(1), "module.weight": torch.zeros(1)})
-
-
-def test_batchnorm_is_found() -> None:
-    assert has_batchnorm(Cnn(channels=1, classes=2))
-    assert not has_batchnorm(Cnn(channels=1, classes=2, norm="group"))
-    assert not has_batchnorm(nn.Sequential(nn.InstanceNorm2d(3), nn.LayerNorm(3)))
 
 
 def test_batchnorm_on_single_samples_is_refused_with_the_numbers() -> None:

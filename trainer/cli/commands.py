@@ -71,6 +71,15 @@ def evaluate(
     return launching.dispatch(Job(resolved, "eval", target))
 
 
+@app.command(
+    help="Put data and first weights in place, as train would with the same options, and say what is there. Starts no ranks."
+)
+@with_settings
+def prepare(resolved: Resolved) -> int:
+    """Put data and first weights in place."""
+    return launching.run_alone(Job(resolved, "prepare"))
+
+
 @app.command("config", help="Show every setting, its value, and where it came from.")
 @with_settings
 def show_config(

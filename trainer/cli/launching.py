@@ -51,6 +51,17 @@ def dispatch(job: Job) -> int:
     return _supervise(job, place, processes=processes)
 
 
+def run_alone(job: Job) -> int:
+    """Run a job that needs no ranks in this process, whatever the environment says of a launch, and return the exit code."""
+    resolved = job.resolved
+    export(resolved.others)
+    log.setup(resolved.config.log_format)
+    for line in resolved.warnings:
+        log.warning(line)
+    _set_environment(_rank_environment(resolved, 1))
+    return run_rank(job, Rank(0, 1, 0), listen_fd=None)
+
+
 def run_child() -> int:
     """Run the job that our agent handed over in the environment and return the exit code."""
     mend_streams()

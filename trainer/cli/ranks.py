@@ -25,7 +25,7 @@ _FAREWELL_SECONDS = 3.0
 
 
 def run_rank(job: Job, rank: Rank, *, listen_fd: int | None) -> int:
-    """Train or evaluate as one rank, in this process, and return its exit code."""
+    """Do the job as one rank, in this process, and return its exit code."""
     stop.restore_defaults()
     with contextlib.suppress(OSError):  # it may be gone
         if (here := str(Path.cwd())) not in sys.path:
@@ -36,6 +36,8 @@ def run_rank(job: Job, rank: Rank, *, listen_fd: int | None) -> int:
 
         if job.command == "train":
             train.run(start)
+        elif job.command == "prepare":
+            train.make_ready(start)
         else:
             assert job.target is not None
             train.score(start, job.target)

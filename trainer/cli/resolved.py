@@ -31,7 +31,7 @@ class Resolved:
 
 @dataclass(frozen=True)
 class Job:
-    """Hold what a rank is to do: `command` is train or eval, `target` what eval evaluates."""
+    """Hold what a rank is to do: `command` is train, eval or prepare, `target` what eval evaluates."""
 
     resolved: Resolved
     command: str

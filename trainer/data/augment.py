@@ -6,7 +6,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from trainer.data.order import SHIFT, draws
+from trainer.data.order import FLIP, SHIFT, draws
 
 
 def shift_pictures(
@@ -29,3 +29,9 @@ def shift_pictures(
     padded[:, :, shift : shift + h, shift : shift + w] = images
     windows = sliding_window_view(padded, (h, w), axis=(2, 3))
     return np.ascontiguousarray(windows[np.arange(n), :, down.astype(np.int64), right.astype(np.int64)])
+
+
+def flip_pictures(images: NDArray[np.uint8], *, seed: int, positions: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Mirror half of the pictures [n, c, h, w], left to right."""
+    mirrored = (draws(seed, positions=positions, count=1, purpose=FLIP)[:, 0] & np.uint64(1)).astype(bool)
+    return np.where(mirrored[:, None, None, None], images[..., ::-1], images)

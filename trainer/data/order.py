@@ -21,7 +21,7 @@ SORTED_UP_TO = 4096
 ROUNDS = 6
 
 #: Purposes of the draws, so that no two uses of a seed share one. 0 is free for callers.
-SHIFT, GLYPH, RANDOM = 1, 2, 3
+SHIFT, GLYPH, RANDOM, FLIP = 1, 2, 3, 4
 _ORDER = 2**32
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)

@@ -58,10 +58,13 @@ class DataSet:
         shape: channels, height, width of every picture.
         mean, std: per channel, in 0..1 units, for the normalisation on the device.
         shift: largest augmentation shift in pixels; 0 is none.
+        flip: whether half of the training pictures are mirrored.
         fingerprint: sha256 in hex, another one where the content is another (before --limit-train and --limit-test).
         in_memory: whether a sample costs no more than a copy, so that loader processes would only be in the way.
         class_names: by label, where the data tell them.
-        notes: warnings about the data, a line each.
+        facts: what was found, a line each.
+        notes: what is odd about the data, a line each.
+        resize: side that pictures are scaled to on the device, where it is not their own.
     """
 
     name: str
@@ -75,7 +78,15 @@ class DataSet:
     fingerprint: str
     in_memory: bool
     class_names: tuple[str, ...] = ()
+    facts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    resize: int | None = None
+    flip: bool = False
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """Return channels, height, width of what the model gets."""
+        return self.shape if self.resize is None else (self.shape[0], self.resize, self.resize)
 
 
 @dataclass(frozen=True)

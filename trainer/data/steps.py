@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from trainer.codes import DataError
-from trainer.data.augment import shift_pictures
+from trainer.data.augment import flip_pictures, shift_pictures
 from trainer.data.order import draws, order, rank_positions
 from trainer.data.sets import I64, U8, U64, BadSample, DataSet, Source
 
@@ -113,7 +113,7 @@ class TrainSteps(Steps):
     ) -> None:
         size = -(-global_batch // world)
         super().__init__(dataset.train, shape=dataset.shape, size=size, world=world, skip_bad=skip_bad)
-        self.seed, self.shift = seed, dataset.shift
+        self.seed, self.shift, self.flip = seed, dataset.shift, dataset.flip
         self.in_memory = dataset.in_memory
         self.positions = partial(rank_positions, global_batch=global_batch, rank=rank, world=world)
 
@@ -129,8 +129,10 @@ class TrainSteps(Steps):
             batch = _read_good(self, step, seeds=seeds, tries=min(MOST_IN_A_ROW, len(self.source)))
         else:
             batch = Arrays(step, ids, *self.source.fetch(ids, seeds=seeds))
-        shifted = shift_pictures(batch.images, seed=self.seed, positions=positions, shift=self.shift)
-        return replace(batch, images=shifted)
+        images = shift_pictures(batch.images, seed=self.seed, positions=positions, shift=self.shift)
+        if self.flip:
+            images = flip_pictures(images, seed=self.seed, positions=positions)
+        return replace(batch, images=images)
 
 
 class EvalSteps(Steps):

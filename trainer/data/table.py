@@ -40,13 +40,22 @@ def load(config: Config, *, cache_dir: Path | None) -> DataSet:
         SettingError: no such data set, or a setting that it needs is missing or wrong.
         DataError: its data cannot be used, or there is no sample to train on.
     """
-    dataset = _load_whole(config, cache_dir=cache_dir)
+    dataset = _fitted(_load_whole(config, cache_dir=cache_dir), config)
     train, test = _counts(dataset, config)
     if not train:
         raise DataError(
             f"data set {dataset.name}: no sample to train on; it has {len(dataset.train)}, --limit-train is {config.limit_train}"
         )
     return dataclasses.replace(dataset, train=First(dataset.train, train), test=First(dataset.test, test))
+
+
+def _fitted(dataset: DataSet, config: Config) -> DataSet:
+    """Take --num-classes and --image-size into account, where the data set's own loading did not."""
+    classes, side = config.num_classes or dataset.classes, config.image_size
+    if classes < dataset.classes:
+        raise SettingError(f"--num-classes is {classes}, but --dataset {dataset.name} has {dataset.classes} classes")
+    resize = side if side is not None and dataset.shape[1:] != (side, side) else None
+    return dataclasses.replace(dataset, classes=classes, resize=resize)
 
 
 def _counts(dataset: DataSet, config: Config) -> tuple[int, int]:

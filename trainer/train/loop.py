@@ -128,8 +128,8 @@ def fit(
         with meter.time("compute"), group.waiting(), _naming_the_option():
             loss = update(state, batch)
         own_skipped += batch.skipped
-        flags = {"stop": stop.signum, "finite": torch.isfinite(loss), "data_failed": bool(batch.error)}
-        agreement.ask(step=state.step, **flags, skipped=own_skipped)
+        finite, failed = torch.isfinite(loss), bool(batch.error)
+        agreement.ask(step=state.step, stop=stop.signum, finite=finite, data_failed=failed, skipped=own_skipped)
         meter.step(loss, step=state.step)
         verdict = agreement.previous()
         verdict.raise_if_bad(own_error, rank=group.rank)

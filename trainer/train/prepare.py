@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
+import torch.nn.functional as F
 
 from trainer.codes import SettingError, TrainerError
 from trainer.data import Batch, DataSet
@@ -27,7 +28,7 @@ class Prepare:
         shape = (1, -1, 1, 1)
         self._mean = torch.tensor(dataset.mean, device=device).mul_(255).view(shape)
         self._scale = torch.tensor(dataset.std, device=device).mul_(255).reciprocal_().view(shape)
-        self._device = device
+        self._device, self._resize = device, dataset.resize
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         self._trace = trace
 
@@ -36,6 +37,9 @@ class Prepare:
         images = batch.images.to(self._device, non_blocking=True)
         labels = batch.labels.to(self._device, non_blocking=True)
         inputs = images.to(torch.float32, memory_format=self._format).sub_(self._mean).mul_(self._scale)
+        if self._resize is not None:
+            size = [self._resize, self._resize]
+            inputs = F.interpolate(inputs, size, mode="bilinear", antialias=True).contiguous(memory_format=self._format)
         if self._trace is not None:
             _write(self._trace, batch, inputs)
         return inputs, labels

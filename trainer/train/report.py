@@ -43,16 +43,25 @@ class Facts:
 def describe(facts: Facts, state: State) -> None:
     """Log one line per fact."""
     choice, group, dataset, plan = facts.choice, facts.group, facts.dataset, facts.plan
-    weights = sum(weight.numel() for weight in state.model.parameters())
+    weights = list(state.model.parameters())
+    total, trained = (sum(map(torch.numel, kind)) for kind in (weights, [one for one in weights if one.requires_grad]))
     ranks = f"{_count(group.world, 'rank')} on {_count(facts.nodes, 'node')}"
     threads = _count(torch.get_num_threads(), "thread")
     log.info(f"{ranks}, {choice.backend or choice.strategy}, {choice.device.type} ({choice.why}), {threads} per rank")
+    describe_data(dataset, warn=group.rank == 0)
+    config, part = facts.start.config, "" if trained == total else f" ({trained} of them trained)"
+    log.info(f"{config.model}: {total} weights{part}, {config.precision}, {config.optimizer}")
+    log.info(f"{plan.steps} steps, {plan.epochs:.3g} epochs; global batch {_split(plan, group.world)}")
+
+
+def describe_data(dataset: DataSet, *, warn: bool = True) -> None:
+    """Log what the data are, and, with `warn`, what is odd about them."""
     sizes = f"{len(dataset.train)} training and {len(dataset.test)} test samples"
     log.info(f"{dataset.name}: {sizes}, {dataset.classes} classes")
-    log.info(
-        f"{facts.start.config.model}: {weights} weights, {facts.start.config.precision}, {facts.start.config.optimizer}"
-    )
-    log.info(f"{plan.steps} steps, {plan.epochs:.3g} epochs; global batch {_split(plan, group.world)}")
+    for line in dataset.facts:
+        log.info(line)
+    for line in dataset.notes if warn else ():
+        log.warning(line)
 
 
 def _count(number: int, noun: str) -> str:
@@ -100,6 +109,7 @@ def summarise(facts: Facts, state: State, *, meter: Meter) -> dict[str, Any]:
         "fingerprint": facts.dataset.fingerprint,
         "steps": state.step,
         "samples": state.step * facts.plan.global_batch,
+        "skipped": state.skipped,
         "evaluation": dataclasses.asdict(state.score) if state.score else None,
         "final_loss": meter.loss if meter.steps else None,
         "samples_per_second": meter.throughput(),
@@ -115,6 +125,7 @@ def _rows(facts: Facts, meter: Meter, state: State, score: Score, folder: Path) 
         ("test accuracy", f"{hits} (top-5 {100 * score.top5:.2f} %)" if facts.dataset.classes > 5 else hits),
         ("test loss", f"{score.loss:.4f}"),
         ("trained", f"{state.step} steps, {state.step * facts.plan.global_batch} samples"),
+        *([("skipped", f"{state.skipped} samples that cannot be read")] if state.skipped else []),
     ]
     if meter.steps:
         total = max(1e-9, meter.total_seconds)

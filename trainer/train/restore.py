@@ -29,7 +29,9 @@ def save_state(state: State, folder: Path, *, config: Config, dataset: DataSet, 
         "data_dir": plain(config.data_dir),
         "fingerprint": dataset.fingerprint,
         "classes": dataset.classes,
-        "shape": list(dataset.shape),
+        "shape": list(dataset.input_shape),
+        "class_names": list(dataset.class_names),
+        "skipped": state.skipped,
         "score": dataclasses.asdict(state.score) if state.score else None,
         "scored_at": state.scored_at,
     }
@@ -67,6 +69,7 @@ def restore_state(state: State, folder: Path, *, config: Config, dataset: DataSe
     state.step = loaded.step
     state.score = Score(**loaded.state["score"]) if loaded.state["score"] else None
     state.scored_at = loaded.state["scored_at"]
+    state.skipped = loaded.state.get("skipped", 0)
     log.info(f"resumed at step {state.step}", step=state.step)
 
 

@@ -18,15 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer import log, optim
 from trainer.codes import DataError, SettingError
 from trainer.config import Config
-from trainer.data import DataSet, auto_workers, load, test_batches, train_batches
+from trainer.data import DataSet, auto_workers, load, prepare, test_batches, train_batches
 from trainer.evaluate import Score, evaluate
 from trainer.group import Group, Meeting, alone, connect
-from trainer.models import build_model, check_batchnorm, sync_batchnorm
+from trainer.models import build_model, check_batchnorm, freeze_backbone, sync_batchnorm
 from trainer.progress import Live
 from trainer.train import folder as folders
+from trainer.train.first import load_first_weights
 from trainer.train.loop import State, Update, autocast, check_finite, fit
 from trainer.train.meter import Meter
-from trainer.train.plan import Plan, make_plan
+from trainer.train.plan import Plan, check_skipped, make_plan
 from trainer.train.prepare import Prepare, open_trace
 from trainer.train.report import Facts, describe, finish
 from trainer.train.restore import restore_state, save_state
@@ -76,6 +77,7 @@ def run(start: Start) -> None:
         TrainerError: with the exit code that goes with it.
     """
     config = start.config
+    prepare(config)
     with joined(start) as (choice, group):
         opened = group.from_rank_0(lambda: os.fsencode(folders.open_folder(config, sources=start.sources)))
         folder = Path(os.fsdecode(opened))
@@ -87,6 +89,7 @@ def run(start: Start) -> None:
         facts = Facts(start, choice, group, dataset, plan)
         describe(facts, state)
         restore_state(state, folder, config=config, dataset=dataset, group=group)
+        load_first_weights(state, config=config, classes=dataset.classes, group=group)
         state.network = wrap(state.model, config=config, choice=choice)
         meter = _train(start, state, folder=folder, dataset=dataset, plan=plan, group=group)
         finish(facts, state, meter=meter, folder=folder)
@@ -124,7 +127,9 @@ def check_same_data(dataset: DataSet, group: Group) -> None:
 
 def build_state(config: Config, *, dataset: DataSet, group: Group) -> State:
     """Build model and optimizer on the device, the same on every rank. Raises SettingError."""
-    model = build_model(config, classes=dataset.classes, shape=dataset.shape)
+    model = build_model(config, classes=dataset.classes, shape=dataset.input_shape)
+    if config.freeze_backbone:
+        freeze_backbone(model, classes=dataset.classes)
     if config.sync_batchnorm:
         model = sync_batchnorm(model, device=group.device)
     model = model.to(group.device)
@@ -200,7 +205,8 @@ def loader_options(start: Start, *, dataset: DataSet, group: Group) -> dict[str,
     """Return what the loaders of train and test batches share."""
     local_ranks = start.rank.local_world_size or 1
     workers = auto_workers(dataset, requested=start.config.workers, cpus=start.cpus, local_ranks=local_ranks)
-    return {"rank": group.rank, "world": group.world, "workers": workers, "pin": group.device.type == "cuda"}
+    sharing = {"rank": group.rank, "world": group.world, "workers": workers, "pin": group.device.type == "cuda"}
+    return sharing | {"skip_bad": start.config.bad_samples == "skip"}
 
 
 def score_state(
@@ -211,6 +217,8 @@ def score_state(
     loading = loader_options(start, dataset=dataset, group=group)
     with test_batches(dataset, batch_size=config.eval_batch_size, **loading) as batches, autocast(config, group.device):
         score = evaluate(state.model, batches, group=group, prepare=prepare, stop=lambda: start.stop.signum)
-    line = f"evaluation after step {state.step}: accuracy {100 * score.accuracy:.2f} % of {score.samples}, loss {score.loss:.4f}"
+    check_skipped(score.skipped, of=len(dataset.test), most=config.max_bad_samples, what="test")
+    hits = f"{100 * score.accuracy:.2f} % of {score.samples}{f' ({score.skipped} skipped)' if score.skipped else ''}"
+    line = f"evaluation after step {state.step}: accuracy {hits}, loss {score.loss:.4f}"
     log.info(line, step=state.step, **{f"eval_{name}": value for name, value in dataclasses.asdict(score).items()})
     return score

@@ -1,7 +1,7 @@
 """Build the model: the small built-in cnn, torchvision's classification models by name, or a function of the user's.
 
-Also what must be known about a model before training: weight names without wrappers, and BatchNorm. Wrapping in DDP,
-devices and checkpoints live elsewhere. torchvision is imported for its own models alone: it costs a second.
+First weights from elsewhere live in `weights.py`, what BatchNorm asks for in `batchnorm.py`; wrapping in DDP, devices and
+checkpoints elsewhere. torchvision is imported for its own models alone: it costs a second.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ import importlib
 import math
 import re
 import traceback
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainer.codes import CheckpointError, SettingError
+from trainer.codes import SettingError
 from trainer.config import Config
+from trainer.models.weights import WRAPPER
 
 Shape = tuple[int, int, int]
 
@@ -114,7 +113,7 @@ def _call(config: Config, *, classes: int, shape: Shape) -> nn.Module:
         raise SettingError(
             f"--model {config.model!r} returned {type(model).__name__}; it must return a torch.nn.Module"
         )
-    wrapped = next((name for name in model.state_dict() if _WRAPPER.search(name)), None)
+    wrapped = next((name for name in model.state_dict() if WRAPPER.search(name)), None)
     if wrapped:
         raise SettingError(
             f"--model {config.model!r} returned a model with a weight named {wrapped!r}; return it without DDP or "
@@ -149,64 +148,3 @@ def fit_first_convolution(model: nn.Module, channels: int) -> None:
     old = first.weight.detach()
     new = old.new_empty(first.out_channels, channels // first.groups, *old.shape[2:]).normal_()
     first.weight = nn.Parameter(new * old.std() * math.sqrt(old.shape[1] / new.shape[1]))
-
-
-# DDP and DataParallel put "module." before every name; torch.compile puts "_orig_mod." there, or further in.
-_WRAPPER = re.compile(r"^(?:(?:module|_orig_mod)\.)+|(?<=\.)_orig_mod\.")
-
-
-def strip_prefixes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors under the names that they have without DDP, DataParallel and torch.compile, in any order.
-
-    Raises:
-        CheckpointError: two names become one.
-    """
-    stripped: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        plain = _WRAPPER.sub("", name)
-        if plain in stripped:
-            raise CheckpointError(f"the weights hold {plain!r} twice, as {name!r} too; keep one of them")
-        stripped[plain] = tensor
-    return stripped
-
-
-def has_batchnorm(model: nn.Module) -> bool:
-    """Say whether a layer of `model` takes statistics over the batch."""
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
-
-
-def check_batchnorm(
-    model: nn.Module, *, smallest: int, ranks: int, global_batch_size: int, device_batch_size: int | None
-) -> None:
-    """Refuse to train BatchNorm on single samples.
-
-    `smallest` is the number of samples of the smallest micro-batch of any rank. One sample has no spread where a
-    layer's picture is 1 x 1 (torch raises then, in the middle of a run), and hardly a meaningful one elsewhere.
-    SyncBatchNorm takes its statistics over all ranks.
-
-    Raises:
-        SettingError: it has one sample; says which settings lead to it.
-    """
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    synced = all(isinstance(layer, nn.SyncBatchNorm) for layer in layers)
-    if not layers or smallest * (ranks if synced else 1) > 1:
-        return
-    device = "unset" if device_batch_size is None else device_batch_size
-    raise SettingError(
-        f"the model has BatchNorm, which needs 2 samples at a time, but the smallest micro-batch of a rank has "
-        f"{smallest}: --global-batch-size is {global_batch_size}, ranks are {ranks}, --device-batch-size is {device}; "
-        f"raise --global-batch-size to {2 * ranks} or more and --device-batch-size to 4 or more, or use a model "
-        "without BatchNorm (--norm group)"
-    )
-
-
-def sync_batchnorm(model: nn.Module, *, device: torch.device) -> nn.Module:
-    """Return `model` with every BatchNorm taking its statistics over all ranks; costs a collective per layer.
-
-    Raises:
-        SettingError: the device is no GPU.
-    """
-    if device.type != "cuda":
-        raise SettingError(f"--sync-batchnorm needs GPUs, but the device is {device.type}; drop it or use --norm group")
-    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return converted

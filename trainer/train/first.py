@@ -1,0 +1,49 @@
+"""The weights that a run begins with, where --weights names some: rank 0 reads them, every rank loads the same bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from trainer import checkpoint, log
+from trainer.config import Config
+from trainer.group import Group
+from trainer.models import fit_weights, read_file, read_torchvision
+from trainer.train.loop import State
+
+
+def load_first_weights(state: State, *, config: Config, classes: int, group: Group) -> None:
+    """Load what --weights names into the model, unless the run goes on from a checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be read, or is another model's.
+        DataError: it cannot be fetched.
+        SettingError: there are no such weights.
+    """
+    if config.weights is None or state.step:
+        if config.freeze_backbone and not state.step:
+            log.info("--freeze-backbone without --weights: what is frozen is random")
+        return
+    name, model = config.weights, config.model
+    packed = group.from_rank_0(lambda: _pack(read_weights(name, model=model)))
+    notes = group.together(lambda: fit_weights(state.model, safetensors.torch.load(packed), classes=classes))
+    log.info(f"first weights: {name}{''.join(f'; {line}' for line in notes)}")
+
+
+def read_weights(name: str, *, model: str) -> dict[str, Tensor]:
+    """Read the weights that --weights names: a folder or a file, else torchvision's. Raises as `load_first_weights`."""
+    path = Path(name)
+    if path.is_dir():
+        return checkpoint.parse(checkpoint.read(checkpoint.resolve(path))).model
+    if path.is_file() or path.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt") or len(path.parts) > 1:
+        return read_file(path)
+    return read_torchvision(name, model=model)
+
+
+def _pack(tensors: dict[str, Tensor]) -> bytes:
+    # Clones: safetensors takes neither another memory order nor two names for one memory.
+    order = torch.contiguous_format
+    return safetensors.torch.save({name: value.clone(memory_format=order) for name, value in tensors.items()})
