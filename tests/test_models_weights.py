@@ -96,7 +96,8 @@ def test_cut_safetensors_and_missing_file_are_one_line(tmp_path: Path) -> None:
 def test_head_of_another_size_is_replaced_and_said(name: str) -> None:
     size = (3, 224, 224) if name.startswith("vit") else SHAPE
     model, other = (
-        models.build_model(Config(model=name, seed=seed), classes=classes, shape=size) for seed, classes in ((0, 5), (1, 7))
+        models.build_model(Config(model=name, seed=seed), classes=classes, shape=size)
+        for seed, classes in ((0, 5), (1, 7))
     )
     own_head = {key: value.clone() for key, value in model.state_dict().items()}
     head = models.find_head(model, classes=5)
@@ -123,7 +124,9 @@ def test_weights_of_another_model_are_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match=r"there is no 'conv1.weight', \[64, 3, 7, 7\] is needed \(\d+ of \d+"):
         models.fit_weights(build("resnet18"), build().state_dict(), classes=10)
     wider = build().state_dict() | {"features.3.weight": torch.zeros(64, 16, 3, 3)}
-    with pytest.raises(CheckpointError, match=r"'features.3.weight' is \[64, 16, 3, 3\], \[64, 32, 3, 3\] is needed \(1 of"):
+    with pytest.raises(
+        CheckpointError, match=r"'features.3.weight' is \[64, 16, 3, 3\], \[64, 32, 3, 3\] is needed \(1 of"
+    ):
         models.fit_weights(build(), wider, classes=10)
 
 
@@ -172,7 +175,9 @@ def test_unknown_weights_are_a_wrong_setting(name: str, model: str, message: str
         models.read_torchvision(name, model=model)
 
 
-@pytest.mark.parametrize("name", ["DEFAULT", "IMAGENET1K_V1", "ResNet18_Weights.IMAGENET1K_V1", "ResNet18_Weights.DEFAULT"])
+@pytest.mark.parametrize(
+    "name", ["DEFAULT", "IMAGENET1K_V1", "ResNet18_Weights.IMAGENET1K_V1", "ResNet18_Weights.DEFAULT"]
+)
 def test_named_weights_come_from_torchs_cache(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = build("resnet18", classes=1000, seed=1).state_dict()
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
@@ -192,7 +197,9 @@ def test_server_that_never_answers_ends_in_one_line(tmp_path: Path, monkeypatch:
         for variable in ("no_proxy", "NO_PROXY"):
             monkeypatch.delenv(variable, raising=False)
         threads = threading.active_count()
-        with pytest.raises(DataError, match=r"^--weights DEFAULT: https://.* cannot be fetched into .*timed out") as caught:
+        with pytest.raises(
+            DataError, match=r"^--weights DEFAULT: https://.* cannot be fetched into .*timed out"
+        ) as caught:
             models.read_torchvision("DEFAULT", model="resnet18")
     assert "\n" not in str(caught.value)
     assert threading.active_count() == threads

@@ -160,7 +160,7 @@ class Config:
     device_batch_size: int | None = _setting(None, "Most samples that one device takes at once; more are taken as micro-batches. Unset: no limit.", _OPTIM, "operation", minimum=1)
 
     eval_every: int = _setting(0, "Steps between evaluations; 0 evaluates after each epoch.", _OUT, "operation", minimum=0)
-    eval_batch_size: int = _setting(1000, "Samples per rank and evaluation batch.", _OUT, "operation", minimum=1, maximum=10**7)
+    eval_batch_size: int | None = _setting(None, "Samples per rank and evaluation batch. Unset: 1000, fewer where pictures are large (66 of 224 x 224).", _OUT, "operation", minimum=1, maximum=10**7)
     log_every: int = _setting(50, "Steps between log lines.", _OUT, "operation", minimum=1)
     log_format: str = _setting("text", "Form of the log lines.", _OUT, "operation", choices=("text", "json"))
 

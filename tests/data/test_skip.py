@@ -80,8 +80,20 @@ def test_ranks_and_workers_do_not_change_what_stands_in(world: int, workers: int
 
 
 def test_good_samples_are_the_same_with_and_without_skipping() -> None:
-    options = {"seed": 3, "global_batch": BATCH, "rank": 0, "world": 1, "start": 0, "steps": STEPS, "workers": 0, "pin": False}
-    with data.train_batches(make(set()), **options) as plain, data.train_batches(make(set()), **options, skip_bad=True) as skipping:
+    options = {
+        "seed": 3,
+        "global_batch": BATCH,
+        "rank": 0,
+        "world": 1,
+        "start": 0,
+        "steps": STEPS,
+        "workers": 0,
+        "pin": False,
+    }
+    with (
+        data.train_batches(make(set()), **options) as plain,
+        data.train_batches(make(set()), **options, skip_bad=True) as skipping,
+    ):
         for left, right in zip(plain, skipping, strict=True):
             assert left.ids.equal(right.ids)
             assert left.images.equal(right.images)
@@ -107,7 +119,16 @@ def test_evaluation_leaves_bad_ones_out_and_counts_each_other_once(world: int, w
 
 
 def test_without_skipping_the_batch_names_the_file() -> None:
-    options = {"seed": 3, "global_batch": COUNT, "rank": 0, "world": 1, "start": 0, "steps": 1, "workers": 0, "pin": False}
+    options = {
+        "seed": 3,
+        "global_batch": COUNT,
+        "rank": 0,
+        "world": 1,
+        "start": 0,
+        "steps": 1,
+        "workers": 0,
+        "pin": False,
+    }
     with data.train_batches(make({4}), **options) as batches:
         assert next(iter(batches)).error == "file 4 is cut"
 

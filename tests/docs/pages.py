@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,8 @@ from trainer import codes
 
 README, RUNNING = "README.md", "docs/running.md"
 LAUNCHING, EXTENDING = "docs/launching.md", "docs/extending.md"
-PAGES = (README, RUNNING, LAUNCHING, EXTENDING)
+DATA = "docs/data.md"
+PAGES = (README, RUNNING, LAUNCHING, EXTENDING, DATA)
 
 TINY = " --steps 2 --log-every 1 --limit-test 10"
 SAVED_TWICE = f"{TINY} --checkpoint-every 1"
@@ -32,15 +34,24 @@ def nvmlSystemGetDriverVersion(): return "1.0"
 
 
 def draw_pictures(folder: Path) -> None:
-    """Lay out what the page's folder.py reads: 2 classes, a few PNG files in each split."""
+    """Lay out what the pages read: 2 classes, a few PNG files in each split, lists of them and an archive."""
     from PIL import Image
 
-    for split, count in (("train", 12), ("test", 4)):
+    if (folder / "pictures").exists():
+        return
+    for split, count in (("train", 12), ("val", 4), ("test", 4)):
         for name, colour in (("cat", "orange"), ("dog", "gray")):
             place = folder / "pictures" / split / name
             place.mkdir(parents=True)
             for number in range(count):
                 Image.new("RGB", (40 + number, 30), colour).save(place / f"{number}.png")
+    rows = {split: sorted((folder / "pictures" / split).glob("*/*.png")) for split in ("train", "val")}
+    named = {
+        split: [(path.relative_to(folder / "pictures"), path.parent.name) for path in rows[split]] for split in rows
+    }
+    (folder / "train.txt").write_text("".join(f"{path} {label}\n" for path, label in named["train"]))
+    (folder / "test.csv").write_text("path,label\n" + "".join(f"{path},{label}\n" for path, label in named["val"]))
+    shutil.make_archive(str(folder / "pictures"), "zip", folder / "pictures")
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,10 @@ RESNET = (
     "trainer train --dataset mnist --data-dir data --model resnet101 --optimizer adam --lr 1e-3 --schedule constant "
     "--warmup 0 --weight-decay 0 --augment none --global-batch-size 256"
 )
+
+FOLDER = "trainer train --dataset folder --data-dir pictures --image-size 64"
+PICTURES = Case(f"{TINY} --global-batch-size 8", prepare=draw_pictures)
+RECIPE = Case(f"{TINY} --global-batch-size 8 --image-size 32 --weights=", prepare=draw_pictures)
 
 CASES = {
     "make train": Case(" ARGS='--steps 2 --log-every 1 --limit-test 10 --cache-dir cold'"),
@@ -108,6 +123,20 @@ CASES = {
     "trainer train --model small:build --dropout 0.1 --lr 0.02": Case(TINY),
     "trainer train --model small:build --nproc-per-node 2": Case(TINY),
     "trainer train --dataset shapes:load": Case(TINY),
+    FOLDER: PICTURES,
+    "trainer train --dataset list --data-dir pictures --train-list train.txt --test-list test.csv --image-size 64": PICTURES,
+    "trainer prepare --dataset folder --data-dir unpacked --archive pictures.zip --image-size 64": Case(
+        prepare=draw_pictures
+    ),
+    "trainer train --dataset folder --data-dir unpacked --archive pictures.zip --image-size 64": PICTURES,
+    f"{FOLDER} --model resnet18 --run-name base": PICTURES,
+    f"{FOLDER} --model resnet18 --weights runs/base --freeze-backbone": PICTURES,
+    # The weights' names want a network.
+    "trainer train --env-file recipes/folder-finetune.env --data-dir pictures": RECIPE,
+    "trainer train --env-file recipes/list-efficientnet-b0.env --data-dir pictures --train-list train.txt --test-list test.csv": RECIPE,
+    "trainer train --env-file recipes/mnist-resnet101.env --data-dir data": Case(
+        f"{TINY} --data-dir {{data}}/mnist --global-batch-size 8"
+    ),
     "trainer train --dataset folder:load --data-dir pictures --workers 2": Case(
         f"{TINY} --global-batch-size 16", prepare=draw_pictures
     ),

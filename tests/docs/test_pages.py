@@ -57,7 +57,7 @@ def test_links_and_options_in_the_page_exist(page):
     links = re.findall(r"\]\(([^)#]+)\)", text)
     assert [link for link in links if "://" not in link and not (ROOT / page).parent.joinpath(link).exists()] == []
     others = {"--env-file", "--help", "--local-rank", "--local_rank", "--use-env", "--standalone"}
-    assert set(re.findall(r"--[a-z][a-z_-]+", text)) <= {item.flag for item in settings().values()} | others
+    assert set(re.findall(r"--[a-z][a-z0-9_-]+", text)) <= {item.flag for item in settings().values()} | others
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.env")), ids=lambda path: path.name)
@@ -76,5 +76,5 @@ def test_glyphs_recipe_spells_out_the_defaults(run_trainer: Run):
     wanted = {item.flag: str(item.default) for item in settings().values() if item.flag in values}
     assert values == wanted
     experiment = {item.flag for item in settings().values() if item.tag == "experiment" and item.default is not None}
-    for_others = {"--random-shape", "--random-classes", "--sync-batchnorm"}
+    for_others = {"--random-shape", "--random-classes", "--sync-batchnorm", "--freeze-backbone", "--min-crop"}
     assert set(values) == experiment - for_others

@@ -42,6 +42,30 @@ This page is written by `make docs` from `trainer/config.py`.
 """
 
 
+_CHOICES = """
+## Choices that are no setting
+
+Where readers of pictures and lists differ, this one does the following; [data.md](data.md) has all of its rules.
+
+| met | answer |
+| --- | --- |
+| EXIF orientation | applied; one that is not 1 to 8, or cannot be read, is none |
+| transparency | laid on white |
+| 16 bits per pixel | scaled to 8: value / 257 |
+| floating-point or 32-bit pixels | bad: what is white is not known |
+| animation | its first frame |
+| JPEG without its end marker | bad, as every file that is cut |
+| PNG with a wrong checksum | decoded: its pixels are there |
+| name ending that is not the content's | the content counts |
+| spaces in a list's path | belong to the path: the label comes after the last tab, or else the last space |
+| quoted path in a text list | the quotes are removed |
+| CSV list | read, with its header |
+| words as labels | class names, numbered in sorted order |
+| `\\` in a list's path | an ordinary character; if the file is missing, the line says to write `/` |
+| a row twice | kept, with a warning |
+"""
+
+
 def settings_page() -> str:
     """Return docs/settings.md."""
     parts = [_HEAD]
@@ -53,7 +77,7 @@ def settings_page() -> str:
             allowed = item.allowed.replace("|", "\\|")
             resume = "must match" if item.tag == "experiment" else "may change"
             parts.append(f"| `{item.flag}` | {_shown(item.default)} | {allowed} | {resume} | {item.help} |\n")
-    return "".join(parts)
+    return "".join([*parts, _CHOICES])
 
 
 def launch_page(resolved: Resolved) -> str:

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from trainer.data.sets import I64, U8
+
+SUFFIXES = frozenset(b".bmp .gif .jfif .jpe .jpeg .jpg .pbm .pgm .png .pnm .ppm .tif .tiff .webp".split())
+
+
+def is_picture_name(name: bytes) -> bool:
+    """Say whether a file's name ends like a picture's, in upper or lower case."""
+    return name[name.rfind(b".") :].lower() in SUFFIXES
 
 
 @dataclass(frozen=True)
@@ -54,12 +62,13 @@ class Index:
         return state.hexdigest()
 
 
-def build_index(root: Path, *, names: Sequence[str], labels: Sequence[int]) -> Index:
-    """Put names and labels into arrays."""
-    encoded = [os.fsencode(name) for name in names]
-    ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)), dtype=np.int64)
-    blob = np.frombuffer(b"".join(encoded), np.uint8)
-    return Index(root, blob, ends, np.array(labels, np.int64))
+def build_index(root: Path, *, names: Iterable[str | bytes], labels: Sequence[int] | I64) -> Index:
+    """Put names and labels into arrays; a name in bytes is taken as the file system has it."""
+    blob, ends = bytearray(), array("q")
+    for name in names:
+        blob += os.fsencode(name)
+        ends.append(len(blob))
+    return Index(root, np.array(blob, np.uint8), np.array(ends, np.int64), np.array(labels, np.int64))
 
 
 @dataclass(frozen=True)

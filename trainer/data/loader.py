@@ -80,7 +80,7 @@ def test_batches(
     world: int,
     workers: int,
     pin: bool,
-    skip_bad: bool = False,
+    skip_bad: bool = False,  # noqa: PT028 - no test
 ) -> Iterator[Iterator[Batch]]:
     """Give this rank's test samples, rank::world, in order; every rank gets the same number of batches.
 

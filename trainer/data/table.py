@@ -13,12 +13,13 @@ import numpy as np
 
 from trainer.codes import DataError, SettingError
 from trainer.config import Config
-from trainer.data import cache, glyphs, idx
+from trainer.data import cache, cifar, glyphs, idx
 from trainer.data.order import RANDOM, draws
-from trainer.data.sets import ArraySource, DataSet, First, digest, fingerprint
+from trainer.data.pictures import load_pictures
+from trainer.data.sets import I64, U8, ArraySource, DataSet, First, digest, fingerprint
 from trainer.data.user import load_user
 
-NAMES = ("glyphs", "mnist", "fashion-mnist", "random")
+NAMES = ("glyphs", "mnist", "fashion-mnist", "cifar10", "cifar100", "folder", "list", "random")
 
 #: name -> folder that torchvision unpacks to, mean and standard deviation of the training pixels.
 IDX_SETS = {"mnist": ("MNIST/raw", 0.1307, 0.3081), "fashion-mnist": ("FashionMNIST/raw", 0.2860, 0.3530)}
@@ -31,7 +32,8 @@ MOST_RANDOM_BYTES = 64 * 2**20  # of one picture
 def load(config: Config, *, cache_dir: Path | None) -> DataSet:
     """Load the data set that --dataset names, cut to --limit-train and --limit-test.
 
-    Pictures of glyphs, mnist and fashion-mnist are shifted in training by up to --max-shift pixels, unless --augment is none.
+    In training, unless --augment is none, pictures of glyphs, mnist, fashion-mnist and CIFAR are shifted by up to --max-shift
+    pixels, CIFAR's mirrored too; of picture files a random part is taken.
 
     Args:
         cache_dir: where drawn data may be kept, or None.
@@ -69,6 +71,10 @@ def _load_whole(config: Config, *, cache_dir: Path | None) -> DataSet:
         return _glyphs(config, cache_dir=cache_dir)
     if config.dataset in IDX_SETS:
         return _idx(config)
+    if config.dataset in cifar.KINDS:
+        return _cifar(config)
+    if config.dataset in ("folder", "list"):
+        return load_pictures(config)
     if config.dataset == "random":
         return _random(config)
     if re.fullmatch(r"[\w.]+:\w+", config.dataset):
@@ -100,20 +106,39 @@ def _glyphs(config: Config, *, cache_dir: Path | None) -> DataSet:
 
 def _idx(config: Config) -> DataSet:
     subfolder, mean, std = IDX_SETS[config.dataset]
+    splits = idx.read_splits(_folder(config, idx.FILES["train"][0]), subfolder=subfolder)
+    return _in_memory(config, splits, classes=idx.CLASSES, mean=(mean,), std=(std,))
+
+
+def _cifar(config: Config) -> DataSet:
+    kind = cifar.KINDS[config.dataset]
+    folder = _folder(config, kind.subfolder)
+    splits, names = (read(folder, name=config.dataset) for read in (cifar.read_splits, cifar.read_class_names))
+    made = _in_memory(config, splits, classes=kind.classes, mean=kind.mean, std=kind.std)
+    return dataclasses.replace(made, flip=config.augment == "auto", class_names=names)
+
+
+def _folder(config: Config, first: str) -> Path:
     if config.data_dir is None:
         raise SettingError(
-            f"--data-dir is not set; --dataset {config.dataset} needs the folder that holds its files ({idx.FILES['train'][0]} ...)"
+            f"--data-dir is not set; --dataset {config.dataset} needs the folder that holds its files ({first} ...), "
+            "or that --download puts them into"
         )
-    splits = idx.read_splits(config.data_dir, subfolder=subfolder)
-    height, width = splits["train"][0].shape[2:]
+    return config.data_dir
+
+
+def _in_memory(
+    config: Config, splits: dict[str, tuple[U8, I64]], *, classes: int, mean: tuple[float, ...], std: tuple[float, ...]
+) -> DataSet:
+    channels, height, width = splits["train"][0].shape[1:]
     return DataSet(
         name=config.dataset,
         train=ArraySource(*splits["train"]),
         test=ArraySource(*splits["test"]),
-        classes=idx.CLASSES,
-        shape=(1, height, width),
-        mean=(mean,),
-        std=(std,),
+        classes=classes,
+        shape=(channels, height, width),
+        mean=mean,
+        std=std,
         shift=_shift(config),
         fingerprint=fingerprint([digest(array) for arrays in splits.values() for array in arrays]),
         in_memory=True,

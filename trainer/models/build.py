@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import math
-import re
 import traceback
 from typing import Any
 

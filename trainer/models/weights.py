@@ -55,13 +55,23 @@ def read_file(path: Path) -> dict[str, Tensor]:
         CheckpointError: it cannot be read, or holds no weights.
     """
     try:
+        path.open("rb").close()
+    except OSError as error:
+        raise CheckpointError(f"--weights: {path} cannot be read ({error.strerror})") from error
+    try:
         if path.suffix == ".safetensors":
             return strip_prefixes(safetensors.torch.load_file(path))
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise CheckpointError(f"--weights: {path} cannot be read ({error.strerror or error})") from error
-    except (safetensors.SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        # torch says "Weights only load failed" over many lines, or nothing at all for an empty file.
+    except (
+        safetensors.SafetensorError,
+        pickle.UnpicklingError,
+        RuntimeError,
+        OSError,
+        EOFError,
+        ValueError,
+        KeyError,
+    ) as error:
+        # A file that is cut raises nearly any of these; torch speaks over many lines, or says nothing at all.
         kind = "a safetensors file" if path.suffix == ".safetensors" else "a file of torch.save with tensors alone"
         raise CheckpointError(f"--weights: {path} is cut, or not {kind} ({_first_words(error)})") from error
     return strip_prefixes(_tensors(found, path))
@@ -134,7 +144,9 @@ def find_head(model: nn.Module, *, classes: int) -> str:
         if isinstance(module, nn.Linear | nn.Conv2d) and weight is not None and len(weight) == classes:
             found = name
     if not found:
-        raise SettingError(f"the model has no last layer with {classes} outputs; --freeze-backbone and --weights need one")
+        raise SettingError(
+            f"the model has no last layer with {classes} outputs; --freeze-backbone and --weights need one"
+        )
     return found
 
 
@@ -154,7 +166,7 @@ def fit_weights(model: nn.Module, tensors: Mapping[str, Tensor], *, classes: int
     bad = {name for name, value in given.items() if value.shape != own[name].shape}
     missing = {name for name in own if name not in given and not name.endswith("num_batches_tracked")}
     replaced = {name for name in bad | missing if name.startswith(f"{head}.")}
-    if wrong := sorted((bad | missing) - replaced):
+    if wrong := [name for name in own if name in (bad | missing) - replaced]:
         name = wrong[0]
         what = f"{name!r} is {list(given[name].shape)}" if name in given else f"there is no {name!r}"
         wanted = f"{list(own[name].shape)} is needed"

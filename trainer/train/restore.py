@@ -19,6 +19,9 @@ from trainer.train.loop import State
 
 _HEAD_BYTES = 8
 
+#: Where the data were: kept so that an evaluation finds them again.
+DATA_PATHS = ("data_dir", "train_list", "test_list", "class_names")
+
 
 def save_state(state: State, folder: Path, *, config: Config, dataset: DataSet, group: Group) -> None:
     """Save the state on rank 0; returns at once elsewhere. Raises SaveFailed."""
@@ -26,11 +29,11 @@ def save_state(state: State, folder: Path, *, config: Config, dataset: DataSet, 
         return
     record = {
         "config": {name: plain(value) for name, value in experiment(config).items()},
-        "data_dir": plain(config.data_dir),
+        **{name: plain(getattr(config, name)) for name in DATA_PATHS},
         "fingerprint": dataset.fingerprint,
         "classes": dataset.classes,
         "shape": list(dataset.input_shape),
-        "class_names": list(dataset.class_names),
+        "names": list(dataset.class_names),
         "skipped": state.skipped,
         "score": dataclasses.asdict(state.score) if state.score else None,
         "scored_at": state.scored_at,

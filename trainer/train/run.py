@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -209,13 +210,19 @@ def loader_options(start: Start, *, dataset: DataSet, group: Group) -> dict[str,
     return sharing | {"skip_bad": start.config.bad_samples == "skip"}
 
 
+def eval_batch_size(dataset: DataSet) -> int:
+    """Return how many test samples a rank takes at once where nobody says: at most 1000, and 10 million numbers."""
+    return max(1, min(1000, 10_000_000 // math.prod(dataset.input_shape)))
+
+
 def score_state(
     state: State, *, config: Config, dataset: DataSet, group: Group, prepare: Prepare, start: Start
 ) -> Score:
     """Evaluate the plain model on the test set, with rank 0's buffers on every rank, and log the score."""
     group.broadcast([buffer for buffer in state.model.buffers() if buffer.numel()])
     loading = loader_options(start, dataset=dataset, group=group)
-    with test_batches(dataset, batch_size=config.eval_batch_size, **loading) as batches, autocast(config, group.device):
+    size = config.eval_batch_size or eval_batch_size(dataset)
+    with test_batches(dataset, batch_size=size, **loading) as batches, autocast(config, group.device):
         score = evaluate(state.model, batches, group=group, prepare=prepare, stop=lambda: start.stop.signum)
     check_skipped(score.skipped, of=len(dataset.test), most=config.max_bad_samples, what="test")
     hits = f"{100 * score.accuracy:.2f} % of {score.samples}{f' ({score.skipped} skipped)' if score.skipped else ''}"

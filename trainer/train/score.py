@@ -11,7 +11,7 @@ from trainer.config import Config, Scalar, parse, settings
 from trainer.data import load
 from trainer.evaluate import Score
 from trainer.train.prepare import Prepare
-from trainer.train.restore import load_model, read_packed, unpacked
+from trainer.train.restore import DATA_PATHS, load_model, read_packed, unpacked
 from trainer.train.run import build_state, check_same_data, joined, score_state
 from trainer.train.start import Start
 
@@ -47,8 +47,9 @@ def _with_experiment(start: Start, loaded: checkpoint.Loaded) -> Config:
     for name, value in loaded.state["config"].items():
         if name in settings():
             saved[name] = value if value is None else parse(settings()[name], str(value), origin="checkpoint")
-    if start.config.data_dir is None and loaded.state.get("data_dir"):
-        saved["data_dir"] = Path(loaded.state["data_dir"])
+    for name in DATA_PATHS:
+        if getattr(start.config, name) is None and loaded.state.get(name):
+            saved[name] = Path(loaded.state[name])
     ignored = [
         settings()[name].flag
         for name, value in saved.items()
