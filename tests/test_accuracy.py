@@ -37,3 +37,35 @@ def test_the_final_weights_read_99_of_100_mnist_digits(run_trainer, tmp_path, te
     assert again.returncode == 0, again.stderr
     scores = [json.loads(line) for line in again.stdout.splitlines() if '"eval_accuracy"' in line]
     assert [score["eval_accuracy"] for score in scores] == [found["evaluation"]["accuracy"]]
+
+
+def test_a_small_network_learns_flowers_from_scratch(run_trainer, tmp_path, test_data):
+    data = ("--dataset", "folder", "--data-dir", test_data / "flowers_160", "--image-size", "64", "--min-crop", "0.3")
+    more = ("--epochs", "10", "--global-batch-size", "32", "--lr", "0.05", "--eval-every", "1000")
+    result = run_trainer("train", "--run-name", "job", *data, *more, env=THREADS)
+    assert result.returncode == 0, result.stderr
+    found = summary(tmp_path)
+    assert (found["steps"], found["evaluation"]["samples"]) == (157, 125)  # ceil(10 x 500 / 32)
+    assert found["evaluation"]["accuracy"] >= 0.35  # chance is 0.2
+    assert f"test accuracy  {100 * found['evaluation']['accuracy']:.2f} % of 125 samples" in result.stdout
+
+
+@pytest.mark.parametrize(("dataset", "model"), [("folder", "resnet18"), ("list", "efficientnet_b0")])
+def test_torchvision_models_train_on_ants_and_bees(dataset, model, run_trainer, tmp_path, test_data):
+    lists = {"--train-list": "hymenoptera_train.txt", "--test-list": "hymenoptera_val.txt"}
+    options = [part for flag, name in lists.items() for part in (flag, test_data / "lists" / name)]
+    options = ["--data-dir", test_data / "hymenoptera_256", *(options if dataset == "list" else [])]
+    more = ("--image-size", "64", "--epochs", "1", "--global-batch-size", "32", "--optimizer", "adamw", "--lr", "0.001")
+    result = run_trainer(
+        "train", "--run-name", "job", "--dataset", dataset, *options, "--model", model, *more, env=THREADS
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    found = summary(tmp_path)
+    assert (found["steps"], found["evaluation"]["samples"]) == (8, 153)
+    state = json.loads((tmp_path / "runs/job/checkpoints/step-00000008/state.json").read_text())
+    assert state["classes"] == 2
+    if dataset == "folder":
+        assert state["names"] == ["ants", "bees"]
+    again = run_trainer("eval", "runs/job", "--log-format", "json", env=THREADS)  # where the data are is in the checkpoint
+    scores = [json.loads(line) for line in again.stdout.splitlines() if '"eval_accuracy"' in line]
+    assert [score["eval_accuracy"] for score in scores] == [found["evaluation"]["accuracy"]]

@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from trainer.codes import CheckpointError, SettingError
 from trainer.config import Config
 from trainer.models import (
-    Cnn,
     build_model,
     check_batchnorm,
     fit_first_convolution,

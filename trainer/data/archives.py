@@ -93,7 +93,7 @@ def is_unpacked(archive: Path, folder: Path, *, sha256: str | None = None) -> bo
     It is the same archive if it has the same name, size and time of change, or a sha256 that was checked then and is asked for now.
     """
     marker = _read_marker(folder, archive.name)
-    if marker is None or is_unfinished(folder) or not _are_there(marker, folder):
+    if marker is None or not _are_there(marker, folder):
         return False
     if sha256 is not None:
         return marker.sha256 == sha256.lower()

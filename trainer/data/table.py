@@ -113,8 +113,9 @@ def _idx(config: Config) -> DataSet:
 def _cifar(config: Config) -> DataSet:
     kind = cifar.KINDS[config.dataset]
     folder = _folder(config, kind.subfolder)
-    splits, names = (read(folder, name=config.dataset) for read in (cifar.read_splits, cifar.read_class_names))
+    splits = cifar.read_splits(folder, name=config.dataset)
     made = _in_memory(config, splits, classes=kind.classes, mean=kind.mean, std=kind.std)
+    names = cifar.read_class_names(folder, name=config.dataset)
     return dataclasses.replace(made, flip=config.augment == "auto", class_names=names)
 
 
