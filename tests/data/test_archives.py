@@ -213,6 +213,21 @@ def test_what_is_there_is_never_overwritten(tmp_path: Path, folder: Path, kind: 
     assert not mine.is_dir() or not list(mine.iterdir())
 
 
+def test_what_is_there_is_found_before_the_rest_is_read(tmp_path: Path, folder: Path) -> None:
+    (folder / "train").mkdir()
+    archive = MAKERS["tar"](tmp_path / "a.tar")
+    archive.write_bytes(archive.read_bytes()[:2000])
+    with pytest.raises(SettingError, match="train is already there"):
+        unpack(archive, folder)
+
+
+def test_what_is_there_is_found_below_folders_that_are_left_out(tmp_path: Path, folder: Path) -> None:
+    (folder / "val").mkdir()
+    with pytest.raises(SettingError, match="val is already there"):
+        unpack(write_zip(tmp_path / "a.zip", WRAPPED), folder, landmarks=("train", "val"))
+    assert [path.name for path in folder.iterdir()] == ["val"]
+
+
 def test_other_files_stay(tmp_path: Path, folder: Path) -> None:
     (folder / "notes.txt").write_text("mine")
     unpack(MAKERS["stored"](tmp_path / "a.zip"), folder)

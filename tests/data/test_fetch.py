@@ -248,7 +248,7 @@ def test_host_that_stops_half_way_is_given_up(tmp_path: Path, server: Server) ->
 
 
 def test_host_that_drips_is_given_up(tmp_path: Path, server: Server) -> None:
-    server.files["x"], server.cut, server.drips = bytes(100_000), {"x": 70_000}, True
+    server.files["x"], server.cut, server.drips = bytes(70_100), {"x": 70_000}, True  # for 5 s
     resource = Resource((server.url("x"),), "", "x")
     fails(tmp_path, [resource], r"65536 bytes, then no 64 KiB within 0.6 s", stall_seconds=0.6)
 
