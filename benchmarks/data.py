@@ -31,9 +31,9 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import functional as classic
 
 from trainer.data import Batch, DataSet, draws
-from trainer.data.decode import jpeg_decoder
-from trainer.data.images import ASPECT, MEAN, STD, ImageSource, View, random_view, uniforms
-from trainer.data.index import build_index
+from trainer.data.pictures.decode import jpeg_decoder
+from trainer.data.pictures.images import ASPECT, MEAN, STD, ImageSource, View, random_view, uniforms
+from trainer.data.pictures.index import build_index
 from trainer.data.sets import I64, U64
 from trainer.train.prepare import Prepare
 

@@ -37,6 +37,9 @@ def dispatch(job: Job) -> int:
         for line in launch_warnings(resolved, place):
             log.warning(line)
         log.info(describe(place))
+    if place.launcher == "openmpi":
+        # mpirun gives its ranks a terminal of its own, also where its output goes to a file: a live line is no use there.
+        os.environ["TERM"] = "dumb"
     if isinstance(place, Rank):
         _set_environment(_rank_environment(resolved, place.local_world_size or 1))
         return run_rank(job, place, listen_fd=_store_fd())

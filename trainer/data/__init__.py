@@ -5,9 +5,9 @@ What other modules use is here; of the files, `order.py` is pure arithmetic, `ta
 
 from trainer.data.loader import auto_workers, test_batches, train_batches
 from trainer.data.order import draws, epoch_end, epochs_done, order, rank_positions, total_steps
-from trainer.data.prepare import prepare
 from trainer.data.sets import ArraySource, DataSet, Source
 from trainer.data.steps import Batch
+from trainer.data.supply.once import prepare
 from trainer.data.table import load
 
 __all__ = [

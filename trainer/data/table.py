@@ -15,7 +15,7 @@ from trainer.codes import DataError, SettingError
 from trainer.config import Config
 from trainer.data import cache, cifar, glyphs, idx
 from trainer.data.order import RANDOM, draws
-from trainer.data.pictures import load_pictures
+from trainer.data.pictures.load import load_pictures
 from trainer.data.sets import I64, U8, ArraySource, DataSet, First, digest, fingerprint
 from trainer.data.user import load_user
 

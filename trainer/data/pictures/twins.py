@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from trainer.data.pictures.wording import shown
 from trainer.data.sets import U64
-from trainer.data.wording import shown
 
 #: Pairs of files that are looked at; each costs two calls of stat, and the reading of both files where their sizes are equal.
 MOST_PAIRS = 500

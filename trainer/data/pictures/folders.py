@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from trainer.codes import DataError
-from trainer.data.index import SUFFIXES, Index, Pictures, build_index, is_picture_name
+from trainer.data.pictures.index import SUFFIXES, Index, Pictures, build_index, is_picture_name
+from trainer.data.pictures.twins import twin_notes
+from trainer.data.pictures.wording import MOST, class_notes, classes_line, counted, shown, some
 from trainer.data.sets import I64
-from trainer.data.twins import twin_notes
-from trainer.data.wording import MOST, class_notes, classes_line, counted, shown, some
 
 #: What zip, a NAS and a file system leave behind; it is ignored like names with a leading dot.
 LEFT_BEHIND = frozenset({b"__MACOSX", b"@eaDir", b"lost+found"})
@@ -187,14 +187,14 @@ def _has_splits(folder: Path) -> bool:
 
 def _check_classes(train: _Split, val: _Split, classes: Sequence[bytes]) -> None:
     if not classes:
-        there = f"{counted(train.others, 'file', 'files')} ({some(train.some_others)})" if train.others else "nothing"
+        there = f"{counted(train.others, 'file/files')} ({some(train.some_others)})" if train.others else "nothing"
         raise DataError(
             f"{train} has no class folder but {there}; put the pictures of each class into a folder of its own"
         )
     unknown = sorted(set(_class_folders(val)) - set(classes))
     if unknown:
         raise DataError(
-            f"{val} has {counted(len(unknown), 'class', 'classes')} that {train} has not: {some(unknown)}; "
+            f"{val} has {counted(len(unknown), 'class/classes')} that {train} has not: {some(unknown)}; "
             f"{train} has {some(classes)}"
         )
 
@@ -208,7 +208,7 @@ def _check_pictures(train: _Split, val: _Split, classes: Sequence[bytes], *, all
     empty = [name for name, count in zip(classes, train.counts, strict=True) if not count]
     if empty and not allow_empty:
         raise DataError(
-            f"{train} has {counted(len(empty), 'class', 'classes')} without pictures: {some(empty)}; {_others(train)} left out; "
+            f"{train} has {counted(len(empty), 'class/classes')} without pictures: {some(empty)}; {_others(train)} left out; "
             "remove the folder, add pictures, or set --allow-empty-classes"
         )
 
@@ -218,17 +218,17 @@ def _suffixes() -> str:
 
 
 def _others(split: _Split) -> str:
-    count = counted(split.others, "other file", "other files")
+    count = counted(split.others, "other file/other files")
     more = ", ..." if split.others > len(split.some_others) else ""
     return f"{count} ({some(split.some_others)}{more})" if split.others else count
 
 
 def _link_notes(split: _Split) -> Iterator[str]:
     if split.broken:
-        yield f"{split}: {counted(split.broken, 'link', 'links')} to pictures lead nowhere: {some(split.some_broken)}"
+        yield f"{split}: {counted(split.broken, 'link/links')} to pictures lead nowhere: {some(split.some_broken)}"
 
 
 def _fact(split: _Split) -> str:
     classes = sum(1 for count in split.counts if count)
-    found = f"{counted(len(split.names), 'picture', 'pictures')} in {counted(classes, 'class', 'classes')}"
+    found = f"{counted(len(split.names), 'picture/pictures')} in {counted(classes, 'class/classes')}"
     return f"{split}: {found}" + (f"; {_others(split)} ignored" if split.others else "")

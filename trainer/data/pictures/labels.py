@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.codes import DataError, SettingError
-from trainer.data.index import is_picture_name
-from trainer.data.rows import FORM, LABEL_COLUMNS, read_text
-from trainer.data.wording import Faults, counted, shown, some
+from trainer.data.pictures.index import is_picture_name
+from trainer.data.pictures.rows import FORM, LABEL_COLUMNS, read_text
+from trainer.data.pictures.wording import Faults, counted, shown, some
 
 MOST_CLASSES = 10**6
 
@@ -103,7 +103,7 @@ def find_meaning(
 def _named(path: Path, num_classes: int | None) -> Meaning:
     names = read_names(path)
     if num_classes not in (None, len(names)):
-        has = counted(len(names), "name", "names")
+        has = counted(len(names), "name/names")
         raise SettingError(
             f"--num-classes is {num_classes}, but --class-names {path} has {has}; leave --num-classes out"
         )

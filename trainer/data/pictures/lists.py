@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.codes import DataError, SettingError
-from trainer.data.index import Pictures, build_index
-from trainer.data.labels import Meaning, can_be_label, find_meaning
-from trainer.data.rows import FORM, read_rows
+from trainer.data.pictures.index import Pictures, build_index
+from trainer.data.pictures.labels import Meaning, can_be_label, find_meaning
+from trainer.data.pictures.rows import FORM, read_rows
+from trainer.data.pictures.wording import Faults, class_notes, classes_line, counted, shown
 from trainer.data.sets import I64
-from trainer.data.wording import Faults, class_notes, classes_line, counted, shown
 
 FLAGS = ("--train-list", "--test-list")
 NEW, MISSING = -1, -2
@@ -184,7 +184,7 @@ def _raise_faults(lists: Sequence[_List], labels: Sequence[I64], root: Path) -> 
         for row in missing.tolist():
             part.faults.add(int(part.lines[row]), f"no file {shown(part.names[row])}", remedy=_remedy(part.names[row]))
         if part.faults.count:
-            lines = counted(part.faults.count, "line is", "lines are")
+            lines = counted(part.faults.count, "line is/lines are")
             told.append(f"{part.where}, pictures below {root}: {lines} wrong: {part.faults}")
     if told:
         raise DataError(". ".join(told))
@@ -218,11 +218,11 @@ def _double_notes(lists: Sequence[_List], labels: I64) -> Iterator[str]:
 def _told(part: _List, rows: NDArray[np.bool_], words: str) -> Iterator[str]:
     if rows.any():
         first = int(np.argmax(rows))
-        count = counted(int(np.count_nonzero(rows)), "picture", "pictures")
+        count = counted(int(np.count_nonzero(rows)), "picture/pictures")
         yield f"{part.where}: {count} {words} (first: line {part.lines[first]}, {shown(part.names[first])})"
 
 
 def _facts(lists: Sequence[_List], meaning: Meaning) -> tuple[str, ...]:
-    found = (f"{part.where} ({part.kind}): {counted(len(part.names), 'picture', 'pictures')}" for part in lists)
-    numbers = f"{counted(len(meaning.classes), 'class', 'classes')}, by number"
+    found = (f"{part.where} ({part.kind}): {counted(len(part.names), 'picture/pictures')}" for part in lists)
+    numbers = f"{counted(len(meaning.classes), 'class/classes')}, by number"
     return (*found, classes_line(meaning.classes) if meaning.labels else numbers)

@@ -18,7 +18,8 @@ import filelock
 from trainer import log
 from trainer.codes import DataError, SettingError, TrainerError
 from trainer.config import Config
-from trainer.data import archives, fetch, folders
+from trainer.data.pictures import folders
+from trainer.data.supply import archives, fetch
 
 LOCK = ".prepare.lock"
 

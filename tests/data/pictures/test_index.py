@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.data.index import build_index, is_picture_name
+from trainer.data.pictures.index import build_index, is_picture_name
 
 NAMES = ["a.jpg", "", "red ants/été 蜂.jpg", os.fsdecode(b"caf\xe9.jpg"), "new\nline.jpg"]
 

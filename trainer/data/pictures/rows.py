@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainer.codes import DataError
-from trainer.data.wording import Faults, shown, some
+from trainer.data.pictures.wording import Faults, shown, some
 
 #: A column of the first name that the header has.
 PATH_COLUMNS = ("path", "image", "file", "filename", "image_path")

@@ -9,10 +9,10 @@ from functools import partial
 
 from trainer.codes import SettingError
 from trainer.config import Config
-from trainer.data.folders import scan_folders
-from trainer.data.images import MEAN, STD, ImageSource
-from trainer.data.index import Pictures
-from trainer.data.lists import read_lists
+from trainer.data.pictures.folders import scan_folders
+from trainer.data.pictures.images import MEAN, STD, ImageSource
+from trainer.data.pictures.index import Pictures
+from trainer.data.pictures.lists import read_lists
 from trainer.data.sets import DataSet, fingerprint
 
 IMAGE_SIZE = 224

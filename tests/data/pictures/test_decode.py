@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageFile, ImageOps
 
-from trainer.data.decode import _by_pillow, _open, decode, jpeg_decoder
+from trainer.data.pictures.decode import _by_pillow, _open, decode, jpeg_decoder
 from trainer.data.sets import BadSample
 
 Array = NDArray[Any]

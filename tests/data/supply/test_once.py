@@ -22,11 +22,12 @@ import pytest
 from trainer import log
 from trainer.codes import DataError, SettingError
 from trainer.config import Config
-from trainer.data import fetch, idx
-from trainer.data.fetch import Resource
-from trainer.data.prepare import LOCK, prepare
+from trainer.data import idx
+from trainer.data.supply import fetch
+from trainer.data.supply.fetch import Resource
+from trainer.data.supply.once import LOCK, prepare
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 #: Prints whether it did something.
 PREPARE = """
@@ -34,7 +35,7 @@ import sys
 from pathlib import Path
 from trainer import log
 from trainer.config import Config
-from trainer.data.prepare import prepare
+from trainer.data.supply.once import prepare
 log.setup("text")
 config = Config(dataset="folder", archive=Path(sys.argv[1]), data_dir=Path(sys.argv[2]))
 print("did", prepare(config), flush=True)
@@ -46,8 +47,8 @@ KILL_AT_EACH = """
 import os, signal, sys
 from pathlib import Path
 from trainer.config import Config
-from trainer.data.prepare import prepare
-from trainer.data.archives import is_unpacked
+from trainer.data.supply.once import prepare
+from trainer.data.supply.archives import is_unpacked
 
 EFFECTS = {"open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.link"}
 archive, top, names = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from trainer.data.decode import decode, jpeg_decoder
-from trainer.data.index import Index
 from trainer.data.order import draws
+from trainer.data.pictures.decode import decode, jpeg_decoder
+from trainer.data.pictures.index import Index
 from trainer.data.sets import I64, U8, U64
 
 #: Of ImageNet, per channel, in 0..1 units: what ready-made weights were trained with.

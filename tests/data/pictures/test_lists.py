@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from trainer.codes import DataError, SettingError
-from trainer.data.index import Pictures
-from trainer.data.lists import read_lists
+from trainer.data.pictures.index import Pictures
+from trainer.data.pictures.lists import read_lists
 
 #: file of the test data -> the number of its samples, or what the error says; then what a note says.
 ANSWERS: dict[str, tuple[int | str, str]] = {

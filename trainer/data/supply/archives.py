@@ -3,7 +3,7 @@
 Everything is written to `.unpacking` first, which is worthless until its last byte. Then it is renamed to `.unpacked`, which is
 complete, and its entries are renamed into place; whoever finds `.unpacked` goes on with that. Last comes the marker
 `.unpacked-<archive>.json`, which says that there is nothing to do. (Against a loss of power the files are not secured: that would
-cost a wait for each.) One process at a time may be at it: `prepare.py` holds the lock.
+cost a wait for each.) One process at a time may be at it: `once.py` holds the lock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 
 from trainer import log
 from trainer.codes import DataError, SettingError, TrainerError
-from trainer.data.members import Member, read_members, refusal
+from trainer.data.supply.members import Member, read_members, refusal
 
 PARTIAL, READY = ".unpacking", ".unpacked"
 ENTRIES, MARKER = "entries", "marker.json"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainer.codes import DataError, SettingError
-from trainer.data.labels import find_meaning
+from trainer.data.pictures.labels import find_meaning
 
 
 def test_numbers_reach_to_the_highest_or_to_num_classes() -> None:

@@ -16,12 +16,12 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from trainer import data
-from trainer.data.decode import decode
-from trainer.data.images import ASPECT, MEAN, STD, ImageSource, middle, random_view, uniforms
-from trainer.data.index import build_index
+from trainer.data.pictures.decode import decode
+from trainer.data.pictures.images import ASPECT, MEAN, STD, ImageSource, middle, random_view, uniforms
+from trainer.data.pictures.index import build_index
 from trainer.data.sets import BadSample
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SIDE = 32
 MANY = uniforms(np.arange(4000, dtype=np.uint64) * np.uint64(2**52 + 1)).tolist()
 
@@ -207,8 +207,8 @@ def test_torchvision_is_imported_with_the_first_source_and_not_before() -> None:
     code = """
 import sys
 from pathlib import Path
-import trainer.data.images as images
-from trainer.data.index import build_index
+import trainer.data.pictures.images as images
+from trainer.data.pictures.index import build_index
 assert "torchvision" not in sys.modules, "imported with the module"
 images.ImageSource(build_index(Path(), names=[], labels=[]), 8, augment=True, min_crop=0.1, max_pixels=1)
 assert "torchvision" in sys.modules, "left to every loader process"

@@ -29,8 +29,9 @@ def some(names: Collection[str | bytes]) -> str:
     return ", ".join(words) + (f" and {more:,} more" if more else "")
 
 
-def counted(count: int, one: str, many: str) -> str:
-    """Return a number and its noun: `1 picture`, `1,200 pictures`."""
+def counted(count: int, nouns: str) -> str:
+    """Return a number and its noun of `picture/pictures`: `1 picture`, `1,200 pictures`."""
+    one, many = nouns.split("/")
     return f"{count:,} {one if count == 1 else many}"
 
 
@@ -38,7 +39,7 @@ def classes_line(classes: Sequence[str]) -> str:
     """Return how many classes there are, and which label the first few have."""
     named = [f"{label} is {shown(name)}" for label, name in enumerate(classes[:MOST])]
     more = len(classes) - len(named)
-    return f"{counted(len(classes), 'class', 'classes')}: {', '.join(named)}" + (f" and {more:,} more" if more else "")
+    return f"{counted(len(classes), 'class/classes')}: {', '.join(named)}" + (f" and {more:,} more" if more else "")
 
 
 class Faults:
@@ -72,6 +73,6 @@ def class_notes(classes: Sequence[str], *, train: I64, test: I64) -> Iterable[st
         empty = [classes[label] for label in np.flatnonzero(np.bincount(labels, minlength=len(classes)) == 0).tolist()]
         if empty:
             have = "has" if len(empty) == 1 else "have"
-            yield f"{len(empty):,} of {counted(len(classes), 'class', 'classes')} {have} no {split} picture: {some(empty)}"
+            yield f"{len(empty):,} of {counted(len(classes), 'class/classes')} {have} no {split} picture: {some(empty)}"
     if train.min() == train.max():
         yield f"all training pictures are of one class, {shown(classes[train[0]])}: there is nothing to learn, accuracy means nothing"

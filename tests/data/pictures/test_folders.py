@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from trainer.codes import DataError
-from trainer.data.folders import scan_folders
-from trainer.data.index import Index, Pictures
+from trainer.data.pictures.folders import scan_folders
+from trainer.data.pictures.index import Index, Pictures
 
 Nobody = Callable[[], AbstractContextManager[None]]
 

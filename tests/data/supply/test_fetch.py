@@ -23,15 +23,16 @@ import numpy as np
 import pytest
 
 from trainer.codes import DataError, SettingError
-from trainer.data import cifar, fetch, idx
-from trainer.data.fetch import LAYOUTS, Resource, is_there, torchvision_resources
+from trainer.data import cifar, idx
+from trainer.data.supply import fetch
+from trainer.data.supply.fetch import LAYOUTS, Resource, is_there, torchvision_resources
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 FETCH = """
 import sys
 from pathlib import Path
-from trainer.data.fetch import Resource, fetch
+from trainer.data.supply.fetch import Resource, fetch
 fetch(sys.argv[1], Path(sys.argv[2]), resources=eval(sys.argv[3]))
 """
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from trainer.codes import DataError, SettingError
-from trainer.data.archives import finish, is_unfinished, is_unpacked, unpack
+from trainer.data.supply.archives import finish, is_unfinished, is_unpacked, unpack
 
 FILES = {
     "train/cat/1.jpg": b"one",

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from trainer.codes import DataError
-from trainer.data.rows import Row, read_rows
-from trainer.data.wording import Faults
+from trainer.data.pictures.rows import Row, read_rows
+from trainer.data.pictures.wording import Faults
 
 
 def read(path: Path, content: str | bytes) -> tuple[list[Row], str]:

@@ -1,7 +1,7 @@
 """Fetch what torchvision knows an address and a digest of, into the folders where the readers look; every wait has an end.
 
 What comes lies in `.fetching` until it is whole and has its digest; only then is it renamed or unpacked into place. One process
-at a time may be at it: `prepare.py` holds the lock.
+at a time may be at it: `once.py` holds the lock.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 from trainer import log
 from trainer.codes import DataError
 from trainer.data import idx
-from trainer.data.archives import check_free, show_size, unpack
 from trainer.data.cifar import KINDS
+from trainer.data.supply.archives import check_free, show_size, unpack
 
 PARTIAL = ".fetching"
 

@@ -1,0 +1,1 @@
+"""Data sets of picture files: which files there are, what their labels mean, and how they become pixels."""

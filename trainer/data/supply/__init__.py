@@ -1,0 +1,1 @@
+"""Putting data into place: fetched as torchvision does, or unpacked from a local archive, once for all processes."""
