@@ -212,7 +212,7 @@ def _fits_shared_memory(work: Steps, workers: int) -> bool:
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
     if free < wanted:
         _warn_once(
-            f"{SHARED_MEMORY} has {free / 2**20:.0f} MB free, and the batches of {ranks} ranks x {workers} workers want "
+            f"{SHARED_MEMORY} has {free / 2**20:.0f} MB free, and the batches of {ranks * workers} loader processes want "
             f"{wanted / 2**20:.0f} MB; they go through pipes, which is slower. Give it more (docker --shm-size, a memory volume), "
             "or fewer --workers"
         )
