@@ -18,7 +18,7 @@ endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup lock train test test-gpu lint types format check docs clean bench-startup bench-mnist bench-gpu
+.PHONY: help setup lock train test test-gpu lint types format check docs clean bench-startup bench-mnist bench-data bench-gpu
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -53,6 +53,9 @@ bench-startup: .venv/.trainer ## print the times from start to help and to the f
 
 bench-mnist: .venv/.trainer ## print the time of a whole MNIST run, start included; TRAINER_TEST_DATA holds mnist/
 	.venv/bin/python benchmarks/mnist.py $(ARGS)
+
+bench-data: .venv/.trainer ## print the speed of reading pictures beside the classic way; TRAINER_TEST_DATA holds imagenet-sample/
+	.venv/bin/python benchmarks/data.py $(ARGS)
 
 bench-gpu: ## print throughput on the visible GPUs, with the torch that PYTHON has
 	$(PYTHON) benchmarks/gpu.py $(ARGS)
