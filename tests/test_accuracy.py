@@ -66,6 +66,8 @@ def test_torchvision_models_train_on_ants_and_bees(dataset, model, run_trainer, 
     assert state["classes"] == 2
     if dataset == "folder":
         assert state["names"] == ["ants", "bees"]
-    again = run_trainer("eval", "runs/job", "--log-format", "json", env=THREADS)  # where the data are is in the checkpoint
+    again = run_trainer(
+        "eval", "runs/job", "--log-format", "json", env=THREADS
+    )  # where the data are is in the checkpoint
     scores = [json.loads(line) for line in again.stdout.splitlines() if '"eval_accuracy"' in line]
     assert [score["eval_accuracy"] for score in scores] == [found["evaluation"]["accuracy"]]

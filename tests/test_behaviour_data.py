@@ -206,7 +206,10 @@ def test_a16_foreign_weights_load_in_one_process_and_are_saved_without_prefixes(
     assert base.returncode == 0, base.stderr
     saved = "runs/{}/checkpoints/step-0000000{}/model.safetensors"
     own = safetensors.torch.load_file(pictures.parent / saved.format("base", 1))
-    torch.save({"state_dict": {f"module._orig_mod.{name}": value for name, value in own.items()}}, pictures.parent / "foreign.pth")
+    torch.save(
+        {"state_dict": {f"module._orig_mod.{name}": value for name, value in own.items()}},
+        pictures.parent / "foreign.pth",
+    )
     more = ("--weights", "foreign.pth", "--launcher", "none", "--lr", "1e-30", "--weight-decay", "0", "--steps", "1")
     ended = run_trainer(*folder(pictures, *more))
     assert (ended.returncode, ended.stderr) == (0, "")

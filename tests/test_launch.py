@@ -120,6 +120,7 @@ FOUND: list[tuple[str, dict[str, str], dict[str, Any], Rank | Node | tuple[str, 
     ("plain forced, absent", {"RANK": "0"}, {"launcher": "env"}, ("--launcher env", "WORLD_SIZE, LOCAL_RANK")),
     # Open MPI, MVAPICH, MPICH and Intel MPI
     ("Open MPI, one host", mpi(OMPI, 1, 4, 1, 4), {}, rank("openmpi", 1, 4, 1, 4, 0, 1, port=29500)),
+    ("Open MPI, its job's name", mpi(OMPI, 1, 4, 1, 4, PMIX_NAMESPACE="1377107969"), {}, rank("openmpi", 1, 4, 1, 4, 0, 1, port=29851)),
     ("Open MPI, hosts", mpi(OMPI, 5, 8, 1, 4, MASTER_ADDR="h0", MASTER_PORT="77"), {}, rank("openmpi", 5, 8, 1, 4, at="h0", port=77)),
     ("mpirun in Slurm", srun(**mpi(OMPI, 5, 8, 1, 4, MASTER_ADDR="h0")), {}, rank("openmpi", 5, 8, 1, 4, at="h0", port=29500)),
     ("Open MPI, no master", mpi(OMPI, 5, 8, 1, 4), {}, ("more than one host", "mpirun -x MASTER_ADDR=")),

@@ -64,6 +64,7 @@ class Case:
         waits: whether the next command begins after its end.
         gpus: whether the machine seems to have 8 GPUs (which torch cannot use).
         prepare: called with the folder first.
+        by_launchers: whether it takes Slurm or MPI, or time, and is a line of tests/launchers/rows.py instead.
     """
 
     extra: str = ""
@@ -71,9 +72,12 @@ class Case:
     waits: bool = True
     gpus: bool = False
     prepare: Callable[[Path], None] | None = None
+    by_launchers: bool = False
 
 
 PET = "PET_NNODES=2 PET_NODE_RANK={} PET_NPROC_PER_NODE=1 PET_MASTER_ADDR=node0 PET_MASTER_PORT=23456 trainer train"
+INDEXED = "JOB_COMPLETION_INDEX={} PET_NNODES=2 PET_MASTER_ADDR=node0 PET_MASTER_PORT=29500 trainer train"
+HOSTS = "mpirun -n 2 --host node0,node1 -x MASTER_ADDR=node0 {}"
 OLD = "RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 trainer {}=0 train"
 LEGACY = "python -m torch.distributed.launch {}--nproc-per-node 2 -m trainer train"
 VISIBLE = "CUDA_VISIBLE_DEVICES=1,2,3,4 "
@@ -111,6 +115,20 @@ CASES = {
     LEGACY.format("--use-env "): Case(TINY),
     OLD.format("--local_rank"): Case(TINY),
     OLD.format("--local-rank"): Case(TINY),
+    **dict.fromkeys(
+        (
+            INDEXED.format(0),
+            INDEXED.format(1),
+            "srun --ntasks 2 trainer train",
+            "srun --nodes 2 --ntasks-per-node 1 trainer train --nproc-per-node 2",
+            "sbatch train.sbatch",
+            "sbatch mpi.sbatch",
+            "mpirun -n 2 trainer train",
+            HOSTS.format("trainer train"),
+            HOSTS.format("--bind-to none trainer train --nproc-per-node 2"),
+        ),
+        Case(by_launchers=True),
+    ),
     "trainer train --launcher spawn --nproc-per-node 2": Case(TINY),
     "trainer train --launcher none": Case(TINY),
     # A whole batch takes a CPU 20 s per step and more.
@@ -173,8 +191,14 @@ def console_blocks(page: str) -> list[Block]:
     return blocks
 
 
-BLOCKS = [block for page in PAGES for block in console_blocks(page)]
-COMMANDS = [command for block in BLOCKS for command, _ in block.commands]
+def is_by_launchers(block: Block) -> bool:
+    return any(CASES.get(command, Case()).by_launchers for command, _ in block.commands)
+
+
+ALL_BLOCKS = [block for page in PAGES for block in console_blocks(page)]
+BLOCKS = [block for block in ALL_BLOCKS if not is_by_launchers(block)]
+LAUNCHER_BLOCKS = [block for block in ALL_BLOCKS if is_by_launchers(block)]
+COMMANDS = [command for block in ALL_BLOCKS for command, _ in block.commands]
 
 
 def like(shown: str) -> str:

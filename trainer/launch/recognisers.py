@@ -5,6 +5,7 @@ Each function takes all its values from one launcher: rank from one and local ra
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,9 @@ from trainer.launch.reader import Reader
 
 #: torch's default, and what TrainJob sets; a PyTorchJob sets 23456.
 DEFAULT_PORT = 29500
+
+#: Derived ports: below those that the kernel gives to outgoing connections (from 32768).
+_FIRST_PORT, _PORTS = 20000, 10000
 
 #: Launcher -> its names for rank, size, local rank and local size.
 MPI_NAMES = {
@@ -102,9 +106,17 @@ def _read_mpi(reader: Reader, launcher: str) -> Rank | Node:
             f"{size_name} is {size}, on more than one host, but MASTER_ADDR is not set; "
             f"name rank 0's host by --master-addr or {_MPI_EXPORT[launcher]}"
         )
-    port = reader.port("--master-port", "MASTER_PORT") or (DEFAULT_PORT if size > 1 else None)
+    port = reader.port("--master-port", "MASTER_PORT")
+    if port is None and size > 1:
+        port = _openmpi_port(reader) if one_host and launcher == "openmpi" else DEFAULT_PORT
     node_rank, nodes = (0, 1) if one_host else (None, None)
     return _place_task(reader, Rank(rank, size, local_rank, local_size, node_rank, nodes, address, port, launcher))
+
+
+def _openmpi_port(reader: Reader) -> int:
+    """Derive a port from the job's name, so that two jobs on one host do not meet; over several hosts one is to be opened."""
+    name = reader.text("PMIX_NAMESPACE")
+    return DEFAULT_PORT if name is None else _FIRST_PORT + zlib.crc32(name.encode()) % _PORTS
 
 
 def read_slurm(reader: Reader) -> Rank | Node:
@@ -138,12 +150,9 @@ def _slurm_address(reader: Reader, *, one_host: bool) -> str:
 
 
 def _slurm_port(reader: Reader) -> int:
-    """Derive a port that is the same for all tasks of a step, and another for the next step or job on the host.
-
-    20000 to 29999: below the ports that the kernel gives to outgoing connections (from 32768).
-    """
+    """Derive a port that is the same for all tasks of a step, and another for the next step or job on the host."""
     job, step = (reader.number(name) or 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    return 20000 + (job * 101 + step) % 10000
+    return _FIRST_PORT + (job * 101 + step) % _PORTS
 
 
 def _place_task(reader: Reader, rank: Rank) -> Rank | Node:
