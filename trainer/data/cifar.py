@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from trainer.codes import DataError
+from trainer.data.files import find_files
 from trainer.data.sets import I64, U8
 
 SHAPE = (3, 32, 32)
@@ -84,7 +85,8 @@ def read_splits(folder: Path, *, name: str) -> dict[str, tuple[U8, I64]]:
     Raises:
         DataError: a file is missing, cut, changed or of another kind, or names code.
     """
-    kind, paths = KINDS[name], _find_all(folder, KINDS[name])
+    kind = KINDS[name]
+    paths = find_files(kind.files, folder=folder, subfolder=kind.subfolder)
     splits = {}
     for split, files in kind.splits.items():
         batches = [_read_batch(paths[file], kind) for file in files]
@@ -96,27 +98,11 @@ def read_splits(folder: Path, *, name: str) -> dict[str, tuple[U8, I64]]:
 def read_class_names(folder: Path, *, name: str) -> tuple[str, ...]:
     """Read the names of the classes, by label; of CIFAR-100 the fine ones. Arguments and errors as in `read_splits`."""
     kind = KINDS[name]
-    path = _find_all(folder, kind)[kind.meta]
+    path = find_files(kind.files, folder=folder, subfolder=kind.subfolder)[kind.meta]
     names = _read(path).get(kind.names)
     if not isinstance(names, list) or len(names) != kind.classes or not all(isinstance(item, str) for item in names):
         raise _changed(path, f"its {kind.names!r} are not {kind.classes} names")
     return tuple(names)
-
-
-def _find_all(folder: Path, kind: Kind) -> dict[str, Path]:
-    places = (folder, folder / kind.subfolder)
-    found = {
-        file: next((place / file for place in places if (place / file).is_file()), None)
-        for file in kind.files
-    }  # fmt: skip
-    missing = [file for file, path in found.items() if path is None]
-    if missing:
-        found_words = "none of the files" if len(missing) == len(found) else f"no {' and no '.join(missing)}"
-        raise DataError(
-            f"--data-dir {folder} holds {found_words}; expected {', '.join(kind.files)} in {folder} or in "
-            f"{folder / kind.subfolder}: put them there, or let --download or --archive do it"
-        )
-    return {file: path for file, path in found.items() if path is not None}
 
 
 def _changed(path: Path, why: str) -> DataError:

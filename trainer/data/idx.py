@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from trainer.codes import DataError
+from trainer.data.files import find_files
 from trainer.data.sets import I64, U8
 
 #: split -> pictures, labels
@@ -29,7 +30,8 @@ def read_splits(folder: Path, *, subfolder: str) -> dict[str, tuple[U8, I64]]:
     Raises:
         DataError: a file is missing, cut, of another kind, or does not fit the others.
     """
-    paths = _find_all(folder, subfolder)
+    names = [name for pair in FILES.values() for name in pair]
+    paths = find_files(names, folder=folder, subfolder=subfolder, endings=("", ".gz"))
     splits = {}
     for split, (images_name, labels_name) in FILES.items():
         images = _read(paths[images_name], dimensions=3)[:, None]
@@ -46,24 +48,6 @@ def read_splits(folder: Path, *, subfolder: str) -> dict[str, tuple[U8, I64]]:
     if shapes["train"] != shapes["test"]:
         raise DataError(f"{folder}: the pictures are {shapes['train']} for training, {shapes['test']} for testing")
     return splits
-
-
-def _find_all(folder: Path, subfolder: str) -> dict[str, Path]:
-    names = [name for pair in FILES.values() for name in pair]
-    found = {name: _find(name, folder, folder / subfolder) for name in names}
-    missing = [name for name, path in found.items() if path is None]
-    if missing:
-        found_words = "none of the files" if len(missing) == len(names) else f"no {' and no '.join(missing)}"
-        raise DataError(
-            f"--data-dir {folder} holds {found_words}; expected {', '.join(names)}, each plain or with .gz, "
-            f"in {folder} or in {folder / subfolder}"
-        )
-    return {name: path for name, path in found.items() if path is not None}
-
-
-def _find(name: str, *folders: Path) -> Path | None:
-    candidates = (folder / (name + ending) for folder in folders for ending in ("", ".gz"))
-    return next((path for path in candidates if path.is_file()), None)
 
 
 def _read(path: Path, *, dimensions: int) -> U8:
