@@ -125,14 +125,14 @@ class Config:
     archive_sha256: str | None = _setting(None, "SHA-256 that --archive must have.", _DATA, "operation", pattern=r"[0-9a-fA-F]{64}", wanted="64 hex digits")
     image_size: int | None = _setting(None, "Side of the square pictures that the model gets. Unset: 224 for folder and list, else the data set's own size.", _DATA, "experiment", minimum=8, maximum=4096)
     min_crop: float = _setting(0.08, "Smallest part of a picture's area that a training crop takes (folder, list).", _DATA, "experiment", above=0, maximum=1)
-    bad_samples: str = _setting("fail", "What a picture that cannot be read does: fail ends the run and names it, skip takes the next good one and counts.", _DATA, "operation", choices=("fail", "skip"))
+    bad_samples: str = _setting("fail", "What a picture that cannot be read does: fail ends the run and names it; skip counts it, trains on the next good one in its place, and leaves it out of an evaluation.", _DATA, "operation", choices=("fail", "skip"))
     max_bad_samples: float = _setting(0.01, "With --bad-samples skip: the largest part of the samples that may be bad before the run ends.", _DATA, "operation", minimum=0, maximum=1)
     max_pixels: int = _setting(64_000_000, "A picture file with more pixels than this is not decoded, but bad.", _DATA, "operation", minimum=1, maximum=10**9)
     cache_dir: Path | None = _setting(None, "Folder for data drawn once (glyphs). Unset: trainer/ in the user's cache folder.", _DATA, "operation")
     augment: str = _setting("auto", "auto (what suits the data set) or none.", _DATA, "experiment", choices=("auto", "none"))
-    max_shift: int = _setting(2, "Largest augmentation shift in pixels, each way.", _DATA, "experiment", minimum=0, maximum=64)
-    limit_train: int | None = _setting(None, "Use only the first N training samples.", _DATA, "experiment", minimum=0)
-    limit_test: int | None = _setting(None, "Use only the first N test samples.", _DATA, "experiment", minimum=1)
+    max_shift: int = _setting(2, "Largest augmentation shift in pixels, each way (glyphs, mnist, fashion-mnist, cifar).", _DATA, "experiment", minimum=0, maximum=64)
+    limit_train: int | None = _setting(None, "Use only N training samples: the first, and of picture files some of each class.", _DATA, "experiment", minimum=0)
+    limit_test: int | None = _setting(None, "Use only N test samples.", _DATA, "experiment", minimum=1)
     random_shape: str = _setting("3x32x32", "Picture size of the random data set, as channels x height x width.", _DATA, "experiment", pattern=r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){2}", wanted="channels x height x width, like 3x32x32")
     random_classes: int = _setting(10, "Number of classes of the random data set.", _DATA, "experiment", minimum=1, maximum=10**6)
     workers: int | None = _setting(None, "Loader processes per rank; 0 loads in the training process. Unset: 0 for data in memory, else what the CPUs allow.", _DATA, "operation", minimum=0, maximum=512)
@@ -253,6 +253,22 @@ def _check_together(config: Config) -> None:
         raise SettingError("--strategy dp does not work with --compile; use --strategy ddp, or drop --compile")
     if config.strategy in ("single", "dp") and (config.nnodes or 1) > 1:
         raise SettingError(f"--strategy {config.strategy} is for one node, but --nnodes is {config.nnodes}; use --strategy ddp")
+
+
+#: Setting -> the data sets that it is for; another one passes it over.
+_FOR = dict.fromkeys(("train_list", "test_list", "class_names"), ("list",)) | {"allow_empty_classes": ("folder",)}
+
+
+def unused(config: Config) -> list[str]:
+    """Return a line for each setting that is given, but that the data set does not look at."""
+    lines = [
+        f"{settings()[name].flag} is for --dataset {' or '.join(sets)}; --dataset {config.dataset} passes it over"
+        for name, sets in _FOR.items()
+        if getattr(config, name) not in (None, False) and config.dataset not in sets
+    ]
+    if config.dataset in ("glyphs", "random") and config.data_dir is not None:
+        lines.append(f"--data-dir is passed over: --dataset {config.dataset} has no files; for class folders give --dataset folder")
+    return lines
 
 
 def experiment(config: Config) -> dict[str, Scalar]:

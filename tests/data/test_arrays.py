@@ -200,7 +200,12 @@ def test_damaged_idx_file_is_named(tmp_path: Path, name: str, content: bytes, wo
 @pytest.mark.parametrize(
     "content",
     [b"", b"no gzip", gzip.compress(bytes(1000))[:-9], gzip.compress(bytes(range(256)))[:-60]],
-    ids=["empty", "text", "no end", "half"],  # the content holds the time of day, and every worker must collect the same
+    ids=[
+        "empty",
+        "text",
+        "no end",
+        "half",
+    ],  # the content holds the time of day, and every worker must collect the same
 )
 def test_damaged_gzip_file_is_named(tmp_path: Path, content: bytes) -> None:
     write_idx(tmp_path, packed=True)

@@ -39,7 +39,7 @@ def draw_pictures(folder: Path) -> None:
 
     if (folder / "pictures").exists():
         return
-    for split, count in (("train", 12), ("val", 4), ("test", 4)):
+    for split, count in (("train", 12), ("val", 4)):
         for name, colour in (("cat", "orange"), ("dog", "gray")):
             place = folder / "pictures" / split / name
             place.mkdir(parents=True)
@@ -86,7 +86,7 @@ RESNET = (
     "--warmup 0 --weight-decay 0 --augment none --global-batch-size 256"
 )
 
-FOLDER = "trainer train --dataset folder --data-dir pictures --image-size 64"
+FOLDER = "trainer train --dataset folder --data-dir pictures --image-size 64 --global-batch-size 8 --lr 0.02"
 PICTURES = Case(f"{TINY} --global-batch-size 8", prepare=draw_pictures)
 RECIPE = Case(f"{TINY} --global-batch-size 8 --image-size 32 --weights=", prepare=draw_pictures)
 
@@ -142,7 +142,7 @@ CASES = {
     "trainer train --model small:build --nproc-per-node 2": Case(TINY),
     "trainer train --dataset shapes:load": Case(TINY),
     FOLDER: PICTURES,
-    "trainer train --dataset list --data-dir pictures --train-list train.txt --test-list test.csv --image-size 64": PICTURES,
+    "trainer train --dataset list --data-dir pictures --train-list train.txt --test-list test.csv --image-size 64 --global-batch-size 8 --lr 0.02": PICTURES,
     "trainer prepare --dataset folder --data-dir unpacked --archive pictures.zip --image-size 64": Case(
         prepare=draw_pictures
     ),
@@ -155,7 +155,7 @@ CASES = {
     "trainer train --env-file recipes/mnist-resnet101.env --data-dir data": Case(
         f"{TINY} --data-dir {{data}}/mnist --global-batch-size 8"
     ),
-    "trainer train --dataset folder:load --data-dir pictures --workers 2": Case(
+    "trainer train --dataset mine:load --data-dir pictures --workers 2": Case(
         f"{TINY} --global-batch-size 16", prepare=draw_pictures
     ),
 }

@@ -19,6 +19,7 @@ from trainer.cli.ranks import exit_now, run_rank, visible_devices
 from trainer.cli.resolved import Job, Resolved
 from trainer.cli.streams import flush, mend_streams
 from trainer.codes import SettingError, TrainerError
+from trainer.config import unused
 from trainer.launch import Node, Options, Rank, child_environment, describe, discover, find_idle_devices
 
 
@@ -59,7 +60,7 @@ def run_alone(job: Job) -> int:
     resolved = job.resolved
     export(resolved.others)
     log.setup(resolved.config.log_format)
-    for line in resolved.warnings:
+    for line in [*resolved.warnings, *unused(resolved.config)]:
         log.warning(line)
     _set_environment(_rank_environment(resolved, 1))
     return run_rank(job, Rank(0, 1, 0), listen_fd=None)
@@ -96,7 +97,7 @@ def discover_place(resolved: Resolved) -> Rank | Node:
 def launch_warnings(resolved: Resolved, place: Rank | Node) -> list[str]:
     """Return what a person should hear about settings and launch, one line each."""
     idle = find_idle_devices(place, devices=len(visible_devices(resolved.config)))
-    return [*resolved.warnings, *place.warnings, *([idle] if idle else [])]
+    return [*resolved.warnings, *unused(resolved.config), *place.warnings, *([idle] if idle else [])]
 
 
 def count_processes(resolved: Resolved, node: Node) -> int:

@@ -121,6 +121,22 @@ class First:
         return self.source.fetch(ids % len(self.source), seeds=seeds)
 
 
+@dataclass(frozen=True)
+class Spread:
+    """Serve `count` samples of a source, at equal distances: some of each class where they lie in the order of classes."""
+
+    source: Source
+    count: int
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self.count
+
+    def fetch(self, ids: I64, *, seeds: U64 | None = None) -> tuple[U8, I64]:
+        """Read the samples `ids`."""
+        return self.source.fetch(ids * len(self.source) // self.count, seeds=seeds)
+
+
 def digest(array: U8 | I64) -> str:
     """Return the sha256 of an array's type, shape and content (55 MB in 0.03 s, in 0.2 s without CPU support)."""
     state = hashlib.sha256(f"{array.dtype.str} {array.shape} ".encode())

@@ -96,6 +96,8 @@ class Steps(Dataset[Any]):
         ids = self.ids(step)
         try:
             return self.read(step, ids)
+        except BadSample as error:
+            return self.failed(step, f"{error}; mend or remove it, or add --bad-samples skip")
         except DataError as error:
             return self.failed(step, str(error))
 

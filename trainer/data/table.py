@@ -16,13 +16,15 @@ from trainer.config import Config
 from trainer.data import cache, cifar, glyphs, idx
 from trainer.data.order import RANDOM, draws
 from trainer.data.pictures.load import load_pictures
-from trainer.data.sets import I64, U8, ArraySource, DataSet, First, digest, fingerprint
+from trainer.data.sets import I64, U8, ArraySource, DataSet, First, Spread, digest, fingerprint
 from trainer.data.user import load_user
 
 NAMES = ("glyphs", "mnist", "fashion-mnist", "cifar10", "cifar100", "folder", "list", "random")
 
 #: name -> folder that torchvision unpacks to, mean and standard deviation of the training pixels.
 IDX_SETS = {"mnist": ("MNIST/raw", 0.1307, 0.3081), "fashion-mnist": ("FashionMNIST/raw", 0.2860, 0.3530)}
+
+PICTURES = ("folder", "list")
 
 RANDOM_SIZES = {"train": 50_000, "test": 10_000}
 RANDOM_BYTES, MOST_RANDOM, RANDOM_CHUNK = 64 * 2**20, 4096, 64
@@ -48,7 +50,8 @@ def load(config: Config, *, cache_dir: Path | None) -> DataSet:
         raise DataError(
             f"data set {dataset.name}: no sample to train on; it has {len(dataset.train)}, --limit-train is {config.limit_train}"
         )
-    return dataclasses.replace(dataset, train=First(dataset.train, train), test=First(dataset.test, test))
+    part = Spread if config.dataset in PICTURES else First
+    return dataclasses.replace(dataset, train=part(dataset.train, train), test=part(dataset.test, test))
 
 
 def _fitted(dataset: DataSet, config: Config) -> DataSet:
@@ -73,7 +76,7 @@ def _load_whole(config: Config, *, cache_dir: Path | None) -> DataSet:
         return _idx(config)
     if config.dataset in cifar.KINDS:
         return _cifar(config)
-    if config.dataset in ("folder", "list"):
+    if config.dataset in PICTURES:
         return load_pictures(config)
     if config.dataset == "random":
         return _random(config)

@@ -6,10 +6,10 @@ Who reads them, and how every rank gets the same, is decided by the callers.
 from __future__ import annotations
 
 import contextlib
+import io
 import pickle
 import re
 import socket
-import sys
 import urllib.error
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -78,6 +78,8 @@ def read_file(path: Path) -> dict[str, Tensor]:
 
 
 def _first_words(error: Exception) -> str:
+    if "Weights only load failed" in str(error):
+        return "it may hold a whole model: save model.state_dict() instead"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:100]}" if lines else type(error).__name__
 
@@ -110,7 +112,7 @@ def read_torchvision(name: str, *, model: str) -> dict[str, Tensor]:
         names = ", ".join(["DEFAULT", *(item.name for item in known)])
         raise SettingError(f"--weights is {name!r}, which is no file and no weights of {model}; allowed: {names}")
     try:
-        with _bounded(FETCH_SECONDS), contextlib.redirect_stdout(sys.stderr):
+        with _bounded(FETCH_SECONDS), contextlib.redirect_stdout(io.StringIO()):  # torch.hub tells what it fetches
             state: Any = entry.get_state_dict(progress=False, check_hash=True, weights_only=True)
     except (OSError, RuntimeError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
@@ -173,13 +175,19 @@ def fit_weights(model: nn.Module, tensors: Mapping[str, Tensor], *, classes: int
         raise CheckpointError(
             f"--weights: {what}, {wanted} ({len(wrong)} of {len(own)} do not fit); they are another model's"
         )
+    others = sorted(set(tensors) - set(own))
+    children = {name for name, _ in model.named_children()}
+    if of_ours := [name for name in others if name.partition(".")[0] in children - {head.partition(".")[0]}]:
+        raise CheckpointError(
+            f"--weights: the model has no {of_ours[0]!r} ({len(of_ours)} of {len(tensors)} have no place); they are another model's"
+        )
     model.load_state_dict({name: value for name, value in given.items() if name not in bad}, strict=False)
     notes = []
     if replaced:
         found = given.get(f"{head}.weight")
         there = "has none" if found is None else f"has one for {len(found)} classes"
         notes.append(f"the head {head} is new, for {classes} classes: the file {there}")
-    if others := sorted(set(tensors) - set(own)):
+    if others:
         notes.append(f"left out of the file, since the model has no such weights: {len(others)} ({others[0]} ...)")
     return notes
 

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from trainer import checkpoint, log
 from trainer.config import Config
+from trainer.data import DataSet
 from trainer.group import Group
-from trainer.models import fit_weights, read_file, read_torchvision
+from trainer.models import find_head, fit_weights, read_file, read_torchvision
 from trainer.train.loop import State
 
 
-def load_first_weights(state: State, *, config: Config, classes: int, group: Group) -> None:
+def load_first_weights(state: State, *, config: Config, dataset: DataSet, group: Group) -> None:
     """Load what --weights names into the model, unless the run goes on from a checkpoint.
 
     Raises:
@@ -28,19 +29,34 @@ def load_first_weights(state: State, *, config: Config, classes: int, group: Gro
             log.info("--freeze-backbone without --weights: what is frozen is random")
         return
     name, model = config.weights, config.model
-    packed = group.from_rank_0(lambda: _pack(read_weights(name, model=model)))
+    classes = dataset.classes
+
+    def read() -> bytes:
+        tensors, names = read_weights(name, model=model)
+        if (
+            names and dataset.class_names and names != dataset.class_names
+        ):  # what its head tells apart is something else
+            head = find_head(state.model, classes=classes)
+            tensors = {key: value for key, value in tensors.items() if not key.startswith(f"{head}.")}
+        return _pack(tensors)
+
+    packed = group.from_rank_0(read)
     notes = group.together(lambda: fit_weights(state.model, safetensors.torch.load(packed), classes=classes))
     log.info(f"first weights: {name}{''.join(f'; {line}' for line in notes)}")
 
 
-def read_weights(name: str, *, model: str) -> dict[str, Tensor]:
-    """Read the weights that --weights names: a folder or a file, else torchvision's. Raises as `load_first_weights`."""
+def read_weights(name: str, *, model: str) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Read the weights that --weights names: a folder or a file, else torchvision's; and the names of its classes, if told.
+
+    Raises as `load_first_weights`.
+    """
     path = Path(name)
     if path.is_dir():
-        return checkpoint.parse(checkpoint.read(checkpoint.resolve(path))).model
+        loaded = checkpoint.parse(checkpoint.read(checkpoint.resolve(path)))
+        return loaded.model, tuple(loaded.state.get("names") or ())
     if path.is_file() or path.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt") or len(path.parts) > 1:
-        return read_file(path)
-    return read_torchvision(name, model=model)
+        return read_file(path), ()
+    return read_torchvision(name, model=model), ()
 
 
 def _pack(tensors: dict[str, Tensor]) -> bytes:

@@ -91,7 +91,7 @@ def check_same(config: Config, saved: Mapping[str, Any], *, where: str) -> None:
     ]
     if differences:
         raise SettingError(
-            f"{'; '.join(differences)}; give the same, or start a new run (another --run-name, no --resume)"
+            f"{'; '.join(differences)}; give the same, or start a new run (another --run-name, no --resume); --weights RUN takes weights along"
         )
 
 

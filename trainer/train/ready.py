@@ -19,5 +19,5 @@ def make_ready(start: Start) -> None:
     prepare(config)
     describe_data(load(config, cache_dir=start.cache_dir))
     if config.weights is not None:
-        tensors = read_weights(config.weights, model=config.model)
+        tensors, _ = read_weights(config.weights, model=config.model)
         log.info(f"first weights: {config.weights}, {sum(value.numel() for value in tensors.values())} numbers")

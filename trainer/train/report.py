@@ -21,6 +21,7 @@ from trainer.train.meter import Meter
 from trainer.train.plan import Plan
 from trainer.train.start import Choice, Start, versions
 
+FEW_STEPS = 20
 _WORDS = {"data": "waiting for data", "compute": "computing", "evaluate": "evaluating", "save": "saving"}
 
 
@@ -51,7 +52,12 @@ def describe(facts: Facts, state: State) -> None:
     describe_data(dataset, warn=group.rank == 0)
     config, part = facts.start.config, "" if trained == total else f" ({trained} of them trained)"
     log.info(f"{config.model}: {total} weights{part}, {config.precision}, {config.optimizer}")
-    log.info(f"{plan.steps} steps, {plan.epochs:.3g} epochs; global batch {_split(plan, group.world)}")
+    if group.rank == 0 and config.steps is None and plan.steps < FEW_STEPS:
+        log.warning(
+            f"{_count(plan.steps, 'step')} are few to learn from: --global-batch-size is {plan.global_batch} for "
+            f"{plan.samples} samples; lower it, or raise --epochs"
+        )
+    log.info(f"{_count(plan.steps, 'step')}, {plan.epochs:.3g} epochs; global batch {_split(plan, group.world)}")
 
 
 def describe_data(dataset: DataSet, *, warn: bool = True) -> None:

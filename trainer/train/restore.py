@@ -19,8 +19,9 @@ from trainer.train.loop import State
 
 _HEAD_BYTES = 8
 
-#: Where the data were: kept so that an evaluation finds them again.
+#: Where the data were, and how they were read: kept so that an evaluation finds them again, from any folder.
 DATA_PATHS = ("data_dir", "train_list", "test_list", "class_names")
+READING = ("bad_samples", "max_bad_samples", "max_pixels")
 
 
 def save_state(state: State, folder: Path, *, config: Config, dataset: DataSet, group: Group) -> None:
@@ -29,7 +30,8 @@ def save_state(state: State, folder: Path, *, config: Config, dataset: DataSet, 
         return
     record = {
         "config": {name: plain(value) for name, value in experiment(config).items()},
-        **{name: plain(getattr(config, name)) for name in DATA_PATHS},
+        **{name: str(path.absolute()) for name in DATA_PATHS if (path := getattr(config, name)) is not None},
+        **{name: getattr(config, name) for name in READING},
         "fingerprint": dataset.fingerprint,
         "classes": dataset.classes,
         "shape": list(dataset.input_shape),
@@ -74,6 +76,17 @@ def restore_state(state: State, folder: Path, *, config: Config, dataset: DataSe
     state.scored_at = loaded.state["scored_at"]
     state.skipped = loaded.state.get("skipped", 0)
     log.info(f"resumed at step {state.step}", step=state.step)
+
+
+def check_names(loaded: checkpoint.Loaded, dataset: DataSet, *, where: str) -> None:
+    """Check that the data set's classes are those of the checkpoint. Raises CheckpointError naming the first other one."""
+    saved = loaded.state.get("names") or []
+    for label, (there, here) in enumerate(zip(saved, dataset.class_names, strict=False)):
+        if there != here:
+            raise CheckpointError(
+                f"class {label} is {here!r} in --data-dir, but {there!r} in {where}; evaluate on the same classes",
+                shared=True,
+            )
 
 
 def load_model(state: State, loaded: checkpoint.Loaded) -> None:

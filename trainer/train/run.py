@@ -90,7 +90,7 @@ def run(start: Start) -> None:
         facts = Facts(start, choice, group, dataset, plan)
         describe(facts, state)
         restore_state(state, folder, config=config, dataset=dataset, group=group)
-        load_first_weights(state, config=config, classes=dataset.classes, group=group)
+        load_first_weights(state, config=config, dataset=dataset, group=group)
         state.network = wrap(state.model, config=config, choice=choice)
         meter = _train(start, state, folder=folder, dataset=dataset, plan=plan, group=group)
         finish(facts, state, meter=meter, folder=folder)

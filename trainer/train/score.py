@@ -11,7 +11,7 @@ from trainer.config import Config, Scalar, parse, settings
 from trainer.data import load
 from trainer.evaluate import Score
 from trainer.train.prepare import Prepare
-from trainer.train.restore import DATA_PATHS, load_model, read_packed, unpacked
+from trainer.train.restore import DATA_PATHS, READING, check_names, load_model, read_packed, unpacked
 from trainer.train.run import build_state, check_same_data, joined, score_state
 from trainer.train.start import Start
 
@@ -35,6 +35,7 @@ def score(start: Start, path: Path) -> Score:
                 f"{path} tells {loaded.state['classes']} classes apart, but --dataset {config.dataset} has {dataset.classes}; check --data-dir",
                 shared=True,
             )
+        check_names(loaded, dataset, where=str(path))
         load_model(state, loaded)
         state.step = loaded.step
         prepare = Prepare(dataset, group.device, channels_last=config.channels_last)
@@ -50,6 +51,9 @@ def _with_experiment(start: Start, loaded: checkpoint.Loaded) -> Config:
     for name in DATA_PATHS:
         if getattr(start.config, name) is None and loaded.state.get(name):
             saved[name] = Path(loaded.state[name])
+    for name in READING:
+        if start.sources.get(name, "default") == "default" and name in loaded.state:
+            saved[name] = loaded.state[name]
     ignored = [
         settings()[name].flag
         for name, value in saved.items()

@@ -40,7 +40,7 @@ def load_pictures(config: Config) -> DataSet:
         fingerprint=fingerprint([found.train.digest(), found.test.digest(), *found.classes]),
         in_memory=False,
         class_names=found.classes,
-        facts=found.facts,
+        facts=(*found.facts, f"pictures are read as {side} x {side} RGB"),
         notes=found.notes,
     )
 
