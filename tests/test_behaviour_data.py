@@ -192,8 +192,8 @@ def test_a15_what_is_no_class_and_no_picture_is_left_out(run_trainer: Run, pictu
 
 def test_a15_empty_class_is_refused_by_name_or_allowed(run_trainer: Run, pictures: Path) -> None:
     (pictures / "train/empty").mkdir()
-    refused(run_trainer(*folder(pictures, *TWO)), codes.DATA, "'empty'", "--allow-empty-classes")
-    ended = run_trainer(*folder(pictures, "--allow-empty-classes"))
+    refused(run_trainer(*folder(pictures, *TWO)), codes.DATA, "'empty'", "--empty-classes allow")
+    ended = run_trainer(*folder(pictures, "--empty-classes", "allow"))
     assert ended.returncode == 0
     assert "3 classes" in ended.stdout
 

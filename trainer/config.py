@@ -119,7 +119,7 @@ class Config:
     test_list: Path | None = _setting(None, "List of the test pictures, for --dataset list.", _DATA, "operation")
     class_names: Path | None = _setting(None, "File with one class name per line, in the order of the labels, for --dataset list.", _DATA, "operation")
     num_classes: int | None = _setting(None, "Number of classes, where it is more than the data show. Unset: what the data have.", _DATA, "experiment", minimum=1, maximum=10**6)
-    allow_empty_classes: bool = _setting(False, "Take a class folder without pictures as a class, for --dataset folder.", _DATA, "operation")
+    empty_classes: str = _setting("refuse", "What a class folder without training pictures is, for --dataset folder: refused, or a class.", _DATA, "operation", choices=("refuse", "allow"))
     download: bool = _setting(False, "Fetch the data set's files into --data-dir first, where they are not there (mnist, fashion-mnist, cifar10, cifar100).", _DATA, "operation")
     archive: Path | None = _setting(None, "Local zip or tar file that is unpacked into --data-dir first, once.", _DATA, "operation")
     archive_sha256: str | None = _setting(None, "SHA-256 that --archive must have.", _DATA, "operation", pattern=r"[0-9a-fA-F]{64}", wanted="64 hex digits")
@@ -256,7 +256,7 @@ def _check_together(config: Config) -> None:
 
 
 #: Setting -> the data sets that it is for; another one passes it over.
-_FOR = dict.fromkeys(("train_list", "test_list", "class_names"), ("list",)) | {"allow_empty_classes": ("folder",)}
+_FOR = dict.fromkeys(("train_list", "test_list", "class_names"), ("list",)) | {"empty_classes": ("folder",)}
 
 
 def unused(config: Config) -> list[str]:
@@ -264,7 +264,7 @@ def unused(config: Config) -> list[str]:
     lines = [
         f"{settings()[name].flag} is for --dataset {' or '.join(sets)}; --dataset {config.dataset} passes it over"
         for name, sets in _FOR.items()
-        if getattr(config, name) not in (None, False) and config.dataset not in sets
+        if getattr(config, name) != settings()[name].default and config.dataset not in sets
     ]
     if config.dataset in ("glyphs", "random") and config.data_dir is not None:
         lines.append(f"--data-dir is passed over: --dataset {config.dataset} has no files; for class folders give --dataset folder")

@@ -70,7 +70,7 @@ def test_ranks_and_workers_do_not_change_what_stands_in(world: int, workers: int
     assert received(bad, world=world, workers=workers) == reference
     positions = np.arange(STEPS * BATCH)
     wanted = order(3, n=COUNT, positions=positions)
-    stand_in = {4: 6, 5: 6, 22: 0}
+    stand_in = {4: 18, 5: 19, 22: 13}  # 14 further on: 23 x 0.618
     seeds = draws(3, positions=positions, count=1)[:, 0] % 256
     for (position, number, picture, label), first in zip(reference[:-1], wanted.tolist(), strict=True):
         assert number == stand_in.get(first, first)
@@ -139,7 +139,7 @@ def test_nothing_good_in_reach_fails_the_batch(count: int, tries: int) -> None:
     with data.train_batches(make(set(range(count)), count=count), **options, skip_bad=True) as batches:
         error = next(iter(batches)).error
     assert error is not None
-    assert f"on, {tries} in a row cannot be read; the last: file " in error
+    assert f"{tries} samples in a row cannot be read: too many to skip; the last: file " in error
 
 
 def test_each_bad_file_is_named_once_and_not_more_than_twenty(capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,7 +142,9 @@ CASES = {
     "trainer train --model small:build --nproc-per-node 2": Case(TINY),
     "trainer train --dataset shapes:load": Case(TINY),
     FOLDER: PICTURES,
-    "trainer train --dataset list --data-dir pictures --train-list train.txt --test-list test.csv --image-size 64 --global-batch-size 8 --lr 0.02": PICTURES,
+    FOLDER.replace("folder", "list").replace(
+        "--image", "--train-list train.txt --test-list test.csv --image"
+    ): PICTURES,
     "trainer prepare --dataset folder --data-dir unpacked --archive pictures.zip --image-size 64": Case(
         prepare=draw_pictures
     ),

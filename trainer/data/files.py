@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def find_files(
         DataError: some are missing; says which, and how to get them.
     """
     places = [place / (name + ending) for name in names for place in (folder, folder / subfolder) for ending in endings]
-    there = [path for path in places if path.is_file()]
+    there = [path for path in places if os.path.isfile(path)]  # noqa: PTH113 - Path.is_file raises
     found = {name: [path for path in there if path.name in [name + ending for ending in endings]] for name in names}
     missing = [name for name, paths in found.items() if not paths]
     if missing:

@@ -6,7 +6,9 @@ A batch is a function of the data set and the step's number, so it does not matt
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import dataclasses
+import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -45,7 +47,7 @@ class Batch:
 
     def pin_memory(self) -> Batch:
         """Copy to page-locked memory, from which a GPU copies without waiting."""
-        return replace(
+        return dataclasses.replace(
             self, ids=self.ids.pin_memory(), images=self.images.pin_memory(), labels=self.labels.pin_memory()
         )
 
@@ -85,6 +87,9 @@ class Steps(Dataset[Any]):
     def read(self, step: int, ids: I64) -> Arrays:
         """Return the step's batch, or raise DataError."""
         raise NotImplementedError
+
+    def _at_once(self, step: int, ids: I64, seeds: U64 | None) -> Arrays:
+        return Arrays(step, ids, *self.source.fetch(ids, seeds=seeds))
 
     def failed(self, step: int, error: str) -> Arrays:
         """Return what stands for a batch that cannot be used."""
@@ -127,14 +132,12 @@ class TrainSteps(Steps):
         """Read and augment; with `skip_bad` a sample that cannot be read is replaced by the next good one."""
         positions = self.positions(step)
         seeds = None if self.in_memory else draws(self.seed, positions=positions, count=1)[:, 0]
-        if self.skip_bad:
-            batch = _read_good(self, step, seeds=seeds, tries=min(MOST_IN_A_ROW, len(self.source)))
-        else:
-            batch = Arrays(step, ids, *self.source.fetch(ids, seeds=seeds))
+        whole = not self.skip_bad
+        batch = self._at_once(step, ids, seeds) if whole else _read_good(self, step, seeds=seeds, replace=True)
         images = shift_pictures(batch.images, seed=self.seed, positions=positions, shift=self.shift)
         if self.flip:
             images = flip_pictures(images, seed=self.seed, positions=positions)
-        return replace(batch, images=images)
+        return dataclasses.replace(batch, images=images)
 
 
 class EvalSteps(Steps):
@@ -156,20 +159,23 @@ class EvalSteps(Steps):
     def read(self, step: int, ids: I64) -> Arrays:
         """Read; with `skip_bad` a sample that cannot be read is left out, since another in its place would count twice."""
         if self.skip_bad:
-            return _read_good(self, step, seeds=None, tries=1)
-        return Arrays(step, ids, *self.source.fetch(ids))
+            return _read_good(self, step, seeds=None, replace=False)
+        return self._at_once(step, ids, None)
 
 
-#: So many samples in a row that cannot be read are no bad luck.
-MOST_IN_A_ROW = 100
+#: So many bad samples one after the other are no bad luck.
+MOST_TRIES = 100
+GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it are spread evenly
 
 
-def _read_good(steps: Steps, step: int, *, seeds: U64 | None, tries: int) -> Arrays:
-    """Read a step's samples one by one; a bad one's place is taken by the next good one of `tries` by number, or by none.
+def _read_good(steps: Steps, step: int, *, seeds: U64 | None, replace: bool) -> Arrays:
+    """Read a step's samples one by one; a bad one's place is taken by another, or by none.
 
-    What stands in for a sample is a function of the data alone, so that every rank and worker would take the same; it
-    gets the random draws of the place that it takes.
+    What stands in for a sample is a function of its number and of the data alone, so that every rank and worker would take the
+    same; it gets the random draws of the place that it takes. Candidates are far apart, since what fails together lies together.
     """
+    size = len(steps.source)
+    stride = next(number for number in range(int(size * GOLDEN) or 1, 2 * size) if math.gcd(number, size) == 1)
     ids = steps.ids(step)
     images, labels = np.empty((len(ids), *steps.shape), np.uint8), np.empty(len(ids), np.int64)
     found: list[int] = []
@@ -177,14 +183,14 @@ def _read_good(steps: Steps, step: int, *, seeds: U64 | None, tries: int) -> Arr
     skipped = 0
     for row, first in enumerate(ids.tolist()):
         seed = None if seeds is None else seeds[row : row + 1]
-        numbers = [(first + further) % len(steps.source) for further in range(tries)]
+        numbers = [(first + further * stride) % size for further in range(min(MOST_TRIES, size) if replace else 1)]
         sample = _first_good(steps.source, numbers, seed=seed, faults=faults)
         skipped += sample is None or sample[0] != first
         if sample is not None:
             images[len(found)], labels[len(found)] = sample[1][0], sample[2][0]
             found.append(sample[0])
-        elif tries > 1:
-            raise DataError(f"from sample {first} on, {tries} in a row cannot be read; the last: {faults[-1]}")
+        elif replace:
+            raise DataError(f"{len(numbers)} samples in a row cannot be read: too many to skip; the last: {faults[-1]}")
     good = len(found)
     return Arrays(step, np.array(found, np.int64), images[:good], labels[:good], None, tuple(faults), skipped)
 

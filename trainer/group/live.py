@@ -86,10 +86,10 @@ class Group:
             try:
                 payload = produce()
             except TrainerError as error:
-                payload, code = str(error).encode(), error.code
+                payload, code = str(error).encode(errors="surrogateescape"), error.code
         payload, code = self._share(payload, code)
         if code:
-            raise error_for(code, payload.decode(), shared=True)
+            raise error_for(code, payload.decode(errors="surrogateescape"), shared=True)
         return payload
 
     def together(self, work: Callable[[], T]) -> T:
@@ -112,9 +112,9 @@ class Group:
         first = int(ends.nonzero()[0])
         if failure is not None and self.rank != 0 and not ends.all():
             log.error(str(failure))  # rank 0 speaks for all of a shared error; here on the node where it is
-        line, code = self._share(str(failure).encode(), int(ends[first]), source=first)
+        line, code = self._share(str(failure).encode(errors="surrogateescape"), int(ends[first]), source=first)
         origin = "" if ends.all() or first == 0 else f"rank {first}: "
-        raise error_for(code, origin + line.decode(), shared=True)
+        raise error_for(code, origin + line.decode(errors="surrogateescape"), shared=True)
 
     def _share(self, payload: bytes, code: int, *, source: int = 0) -> tuple[bytes, int]:
         if not self.distributed:

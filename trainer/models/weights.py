@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import pickle
 import re
 import socket
 import urllib.error
@@ -62,19 +61,16 @@ def read_file(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             return strip_prefixes(safetensors.torch.load_file(path))
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        safetensors.SafetensorError,
-        pickle.UnpicklingError,
-        RuntimeError,
-        OSError,
-        EOFError,
-        ValueError,
-        KeyError,
-    ) as error:
-        # A file that is cut raises nearly any of these; torch speaks over many lines, or says nothing at all.
+    except Exception as error:
         kind = "a safetensors file" if path.suffix == ".safetensors" else "a file of torch.save with tensors alone"
         raise CheckpointError(f"--weights: {path} is cut, or not {kind} ({_first_words(error)})") from error
-    return strip_prefixes(_tensors(found, path))
+    tensors = _tensors(found, path)
+    for name, value in tensors.items():
+        if value.layout != torch.strided or value.is_quantized or value.is_complex() or value.is_meta:
+            raise CheckpointError(
+                f"--weights: {path} holds {name!r}, which is no plain tensor; save the weights as such"
+            )
+    return strip_prefixes(tensors)
 
 
 def _first_words(error: Exception) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection
 from pathlib import Path
 
 import safetensors.torch
@@ -38,7 +40,7 @@ def load_first_weights(state: State, *, config: Config, dataset: DataSet, group:
         ):  # what its head tells apart is something else
             head = find_head(state.model, classes=classes)
             tensors = {key: value for key, value in tensors.items() if not key.startswith(f"{head}.")}
-        return _pack(tensors)
+        return _pack(tensors, known=state.model.state_dict().keys())
 
     packed = group.from_rank_0(read)
     notes = group.together(lambda: fit_weights(state.model, safetensors.torch.load(packed), classes=classes))
@@ -51,15 +53,17 @@ def read_weights(name: str, *, model: str) -> tuple[dict[str, Tensor], tuple[str
     Raises as `load_first_weights`.
     """
     path = Path(name)
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises
         loaded = checkpoint.parse(checkpoint.read(checkpoint.resolve(path)))
         return loaded.model, tuple(loaded.state.get("names") or ())
-    if path.is_file() or path.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt") or len(path.parts) > 1:
+    if os.path.isfile(path) or path.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt") or len(path.parts) > 1:  # noqa: PTH113
         return read_file(path), ()
     return read_torchvision(name, model=model), ()
 
 
-def _pack(tensors: dict[str, Tensor]) -> bytes:
-    # Clones: safetensors takes neither another memory order nor two names for one memory.
+def _pack(tensors: dict[str, Tensor], *, known: Collection[str]) -> bytes:
+    # Clones: safetensors takes neither another memory order nor two names for one memory. Of what has no place in the model the
+    # name is enough.
     order = torch.contiguous_format
-    return safetensors.torch.save({name: value.clone(memory_format=order) for name, value in tensors.items()})
+    kept = {name: value if name in known else torch.empty(0) for name, value in tensors.items()}
+    return safetensors.torch.save({name: value.clone(memory_format=order) for name, value in kept.items()})

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.codes import Diverged, SettingError, Stopped
+from trainer.codes import DataError, Diverged, SettingError, Stopped
 from trainer.config import Config
 from trainer.data import Batch
 from trainer.evaluate import Prepare, Score
@@ -150,6 +150,9 @@ def fit(
                     state.score, state.scored_at = evaluate(), state.step
             except Stopped as stopped:
                 signum = stopped.signum
+            except DataError:
+                save()  # the step is good, whatever the test set is
+                raise
         if signum or saves:
             with meter.time("save"):
                 save()  # rank 0 writes; the others go on to the next collective

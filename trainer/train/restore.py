@@ -21,7 +21,7 @@ _HEAD_BYTES = 8
 
 #: Where the data were, and how they were read: kept so that an evaluation finds them again, from any folder.
 DATA_PATHS = ("data_dir", "train_list", "test_list", "class_names")
-READING = ("bad_samples", "max_bad_samples", "max_pixels")
+READING = ("bad_samples", "max_bad_samples", "max_pixels", "empty_classes")
 
 
 def save_state(state: State, folder: Path, *, config: Config, dataset: DataSet, group: Group) -> None:

@@ -183,7 +183,7 @@ def test_an_empty_class_is_refused_by_name_or_allowed(root: Path) -> None:
         scan(root)
     assert str(caught.value) == (
         f"{root}/train/ has 2 classes without pictures: 'hornet', 'wasp'; 1 other file ('wasp/picture.heic') left out; "
-        "remove the folder, add pictures, or set --allow-empty-classes"
+        "remove the folder, add pictures, or set --empty-classes allow"
     )
     found = scan_folders(root, allow_empty=True)
     assert found.classes == ("ant", "bee", "hornet", "wasp")

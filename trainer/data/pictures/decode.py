@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import stat
 import struct
 import warnings
 from collections.abc import Callable, Iterator
@@ -61,6 +62,8 @@ def decode(path: Path, *, max_pixels: int) -> torch.Tensor:
         BadSample: it is no whole picture, has more than `max_pixels` pixels, or pixels with no known scale.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise _Unusable("it is no regular file")  # reading a pipe would wait for ever
         data = path.read_bytes()
         with _own_rules():
             return _pixels(data, max_pixels=max_pixels)

@@ -209,7 +209,7 @@ def _check_pictures(train: _Split, val: _Split, classes: Sequence[bytes], *, all
     if empty and not allow_empty:
         raise DataError(
             f"{train} has {counted(len(empty), 'class/classes')} without pictures: {some(empty)}; {_others(train)} left out; "
-            "remove the folder, add pictures, or set --allow-empty-classes"
+            "remove the folder, add pictures, or set --empty-classes allow"
         )
 
 

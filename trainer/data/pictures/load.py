@@ -56,4 +56,4 @@ def _find(config: Config) -> Pictures:
         )
     if config.data_dir is None:
         raise SettingError("--data-dir is not set; --dataset folder needs the folder that holds train/ and val/")
-    return scan_folders(config.data_dir, allow_empty=config.allow_empty_classes)
+    return scan_folders(config.data_dir, allow_empty=config.empty_classes == "allow")

@@ -35,9 +35,12 @@ BLOCK = 2**20
 
 #: So many of the names that were put into place are remembered, and looked for at each start.
 MOST_REMEMBERED = 100
+MOST_NAME = 200  # bytes of an archive's name in its marker's
 
 #: Macs add a folder of this name to each zip.
 IGNORED = "__MACOSX"
+#: What this program keeps in a data folder begins so; of a folder that was packed up again it is left out.
+OWN = (READY, PARTIAL, ".fetching", ".prepare.lock")
 
 _DAMAGE = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, ValueError, RuntimeError)
 
@@ -129,7 +132,7 @@ def check_free(target: Path) -> None:
     if os.path.lexists(target):
         raise SettingError(
             f"{target} is already there, and the archive has it too: move it away, name another --data-dir, "
-            "or leave --archive or --download out to use what is there"
+            "or leave --archive or --download out to use what is there (an archive that is the same in spite of a new date: --archive-sha256)"
         )
 
 
@@ -197,7 +200,7 @@ def _extract(archive: Path, content: Path, *, folder: Path) -> tuple[int, int]:
     files = size = 0
     links = []
     for member in read_members(archive):
-        if not member.parts or member.parts[0] == IGNORED:
+        if not member.parts or member.parts[0] == IGNORED or member.parts[0].startswith(OWN):
             continue
         check_free(folder / member.parts[0])
         target = content.joinpath(*member.parts)
@@ -267,7 +270,8 @@ def _top(content: Path, landmarks: Collection[str]) -> Path:
 
 
 def _marker_name(archive: str) -> str:
-    return f"{READY}-{archive}.json"
+    name = archive if len(os.fsencode(archive)) <= MOST_NAME else hashlib.sha256(os.fsencode(archive)).hexdigest()
+    return f"{READY}-{name}.json"
 
 
 def _read_marker(folder: Path, archive: str) -> Marker | None:

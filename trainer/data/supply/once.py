@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -128,8 +127,7 @@ def _unusable(folder: Path, error: OSError | NotImplementedError) -> TrainerErro
     if not isinstance(error, OSError):
         return SettingError(f"--data-dir {folder} cannot be locked: {error}; prepare the data elsewhere, or by hand")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free = archives.show_size(shutil.disk_usage(folder).free)
-        return DataError(f"--data-dir {folder} is full ({free} free): make room, or name another one")
+        return DataError(f"--data-dir {folder} is full: make room for bytes and files, or name another one")
     where = f" ({error.filename})" if error.filename not in (None, str(folder)) else ""
     return SettingError(
         f"--data-dir {folder} cannot be used as uid {os.getuid()}: {error.strerror or error}{where}; "
