@@ -130,7 +130,7 @@ def test_without_skipping_the_batch_names_the_file() -> None:
         "pin": False,
     }
     with data.train_batches(make({4}), **options) as batches:
-        assert next(iter(batches)).error == "file 4 is cut"
+        assert next(iter(batches)).error == "file 4 is cut; mend or remove it, or add --bad-samples skip"
 
 
 @pytest.mark.parametrize(("count", "tries"), [(9, 9), (500, 100)])

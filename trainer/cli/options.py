@@ -19,6 +19,7 @@ from trainer.cli.resolved import Resolved
 from trainer.config import Setting, build, parse, settings
 
 _WORKING_FILE = Path(".env")
+MOST_METAVAR = 9  # characters; a wider column would cut the names of the options
 _METAVARS = {int: "INTEGER", float: "NUMBER", Path: "PATH", str: "TEXT", bool: ""}
 
 
@@ -27,8 +28,9 @@ def _option(item: Setting) -> inspect.Parameter:
     default = str(item.default).lower() if item.kind is bool else str(item.default)
     words = "" if item.default is None else f" (default: {default})"
     shown: dict[str, Any] = {"help": item.help + words, "rich_help_panel": item.panel, "show_default": False}
-    shown["metavar"] = "|".join(item.choices) if 0 < len(item.choices) <= 4 else _METAVARS[item.kind]
-    if len(item.choices) > 4:
+    choices = "|".join(item.choices)
+    shown["metavar"] = choices if 0 < len(choices) <= MOST_METAVAR else _METAVARS[item.kind]
+    if len(choices) > MOST_METAVAR:
         shown["help"] += " One of: " + ", ".join(item.choices) + "."
     option = typer.Option(flags, envvar=item.variable, show_envvar=False, **shown)
     kind = bool | None if item.kind is bool else str | None

@@ -373,7 +373,7 @@ def test_settings_of_pillow_neither_matter_nor_change(tmp_path: Path, monkeypatc
 
 def test_files_that_cannot_be_opened_are_bad(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    reasons = {"gone": "No such file", "": "Is a directory", "loop": "symbolic links", "a\0b": "null"}
+    reasons = {"gone": "No such file", "": "no regular file", "loop": "symbolic links", "a\0b": "null"}
     for name, reason in reasons.items():
         with pytest.raises(BadSample, match=reason):
             read(tmp_path / name)
@@ -404,3 +404,9 @@ def test_both_decoders_of_jpeg_give_the_same_pixels(test_data: Path) -> None:
     assert jpeg_decoder() is not None, "this torchvision has no decoder: all goes to Pillow, correct but slower"
     for path in sorted((test_data / "imagenet-sample").iterdir())[:10]:
         assert apart(read(path), _by_pillow(_open(path.read_bytes()))) < 0.5
+
+
+def test_a_pipe_is_bad_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jpg")
+    with pytest.raises(BadSample, match="no regular file"):
+        read(tmp_path / "pipe.jpg")
