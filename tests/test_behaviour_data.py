@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -274,3 +275,74 @@ def test_a30_256_open_files_are_enough_for_two_ranks_with_workers(trainer_env: E
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert summary(pictures.parent)["steps"] == 2
+
+
+def test_bad_test_picture_does_not_lose_the_steps_before_it(run_trainer: Run, pictures: Path) -> None:
+    (pictures / "val/dark/0.jpg").write_bytes(b"junk")
+    ended = run_trainer(*folder(pictures, *TWO))
+    assert ended.returncode == codes.DATA
+    saved = pictures.parent / "runs/r/checkpoints/step-00000002"
+    assert (saved / "manifest.json").exists()
+    draw(pictures / "val/dark/0.jpg", shade=20)
+    again = run_trainer(*folder(pictures, *TWO))
+    assert (again.returncode, again.stderr) == (0, "")
+    assert "resumed at step 2" in again.stdout
+    assert summary(pictures.parent)["evaluation"]["samples"] == 4  # type: ignore[index]
+
+
+def test_evaluation_on_other_classes_is_refused_and_their_head_is_new(run_trainer: Run, pictures: Path) -> None:
+    assert run_trainer(*folder(pictures)).returncode == 0
+    other = Path(shutil.copytree(pictures, pictures.parent / "other"))
+    for split in ("train", "val"):
+        (other / split / "dark").rename(other / split / "very dark")
+    ended = run_trainer("eval", "runs/r", "--data-dir", other)
+    refused(ended, codes.DATA, "class 0 is 'light'", "'dark' in runs/r")
+    ended = run_trainer(*folder(other, "--run-name", "other", "--weights", "runs/r"))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "first weights: runs/r; the head head is new, for 2 classes" in ended.stdout
+    elsewhere = run_trainer("eval", pictures.parent / "runs/r", cwd=other)
+    assert (elsewhere.returncode, elsewhere.stderr) == (0, "")
+
+
+def test_nothing_good_to_skip_to_is_one_line(run_trainer: Run, pictures: Path) -> None:
+    for path in pictures.glob("train/*/*.jpg"):
+        path.write_bytes(b"junk")
+    ended = run_trainer(*folder(pictures, "--bad-samples", "skip", "--max-bad-samples", "1", *TWO))
+    assert ended.returncode == codes.DATA
+    assert "12 samples in a row cannot be read" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_path_that_is_no_utf_8_is_one_line(run_trainer: Run, tmp_path: Path) -> None:
+    odd = tmp_path / os.fsdecode(b"nu\xff")
+    odd.mkdir()
+    refused(run_trainer(*folder(odd, *TWO)), codes.DATA, "has no train/")
+
+
+def test_settings_that_the_data_set_does_not_look_at_are_told(run_trainer: Run, pictures: Path) -> None:
+    ended = run_trainer(
+        "train",
+        "--data-dir",
+        pictures,
+        "--steps",
+        "1",
+        "--limit-train",
+        "8",
+        "--limit-test",
+        "8",
+        "--global-batch-size",
+        "4",
+    )
+    assert ended.returncode == 0
+    (line,) = ended.stderr.splitlines()
+    assert line.endswith(
+        "--data-dir is passed over: --dataset glyphs has no files; for class folders give --dataset folder"
+    )
+
+
+def test_limits_take_some_of_each_class(run_trainer: Run, pictures: Path) -> None:
+    ended = run_trainer(*folder(pictures, "--limit-train", "6", "--limit-test", "2", "--trace", "trace"))
+    assert ended.returncode == 0
+    assert summary(pictures.parent)["evaluation"]["samples"] == 2  # type: ignore[index]
+    ids = {line.split(",")[1] for line in (pictures.parent / "trace/rank-0.csv").read_text().splitlines()}
+    assert ids == set("012345")

@@ -205,3 +205,35 @@ def test_server_that_never_answers_ends_in_one_line(tmp_path: Path, monkeypatch:
     assert threading.active_count() == threads
     assert socket.getdefaulttimeout() is None
     assert [*tmp_path.rglob("*.p*")] == []
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.zeros(2, 2).to_sparse(),
+        torch.zeros(2, dtype=torch.complex128),
+    ],
+    ids=["sparse", "complex"],
+)
+def test_tensor_that_is_not_plain_is_named(value: Tensor, tmp_path: Path) -> None:
+    torch.save({"odd.weight": value}, tmp_path / "weights.pth")
+    with pytest.raises(CheckpointError, match="holds 'odd.weight', which is no plain tensor"):
+        models.read_file(tmp_path / "weights.pth")
+
+
+def test_file_under_another_ending_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "weights.pth").write_bytes(safetensors.torch.save({"a": torch.zeros(9)}))
+    with pytest.raises(CheckpointError, match="is cut, or not a file of torch.save"):
+        models.read_file(tmp_path / "weights.pth")
+
+
+def test_weights_of_a_deeper_model_are_refused() -> None:
+    deeper = models.build_model(Config(model="resnet34"), classes=10, shape=SHAPE).state_dict()
+    with pytest.raises(CheckpointError, match=r"the model has no 'layer1.2.bn1.bias' \(\d+ of \d+ have no place\)"):
+        models.fit_weights(build("resnet18"), deeper, classes=10)
+
+
+def test_whole_model_is_told_to_be_saved_as_a_state_dict(tmp_path: Path) -> None:
+    torch.save(build(), tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"it may hold a whole model: save model.state_dict\(\) instead"):
+        models.read_file(tmp_path / "model.pt")

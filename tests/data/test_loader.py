@@ -209,7 +209,11 @@ def test_bad_sample_ends_in_its_batch_with_zeros(workers: int) -> None:
     bad = [batch for batch in batches if 4 in batch.ids]
     assert 2 <= len(bad) < 6
     for batch in batches:
-        wanted = "data set own, train: sample 4 cannot be read: OSError: the disk is gone; mend or" if 4 in batch.ids else None
+        wanted = (
+            "data set own, train: sample 4 cannot be read: OSError: the disk is gone; mend or"
+            if 4 in batch.ids
+            else None
+        )
         assert (batch.error or "").startswith(wanted or "-") == (wanted is not None)
         assert batch.images.shape == (8, *SHAPE)
         assert bool(batch.images.any()) == (wanted is None)

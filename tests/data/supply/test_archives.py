@@ -463,3 +463,18 @@ def test_rests_of_a_kill_are_not_taken_for_data(tmp_path: Path, folder: Path) ->
     unpack(MAKERS["tar"](tmp_path / "a.tar"), folder)
     assert tree(folder) == FILES
     assert not (folder / ".unpacking").exists()
+
+
+def test_what_this_program_keeps_in_a_folder_is_left_out_of_it(tmp_path: Path, folder: Path) -> None:
+    own = {".prepare.lock": b"", ".unpacked/x": b"1", ".unpacked-a.zip.json": b"{}", ".fetching/part": b"2"}
+    archive = write_zip(tmp_path / "again.zip", {**own, "train/a/0.png": b"3"})
+    assert unpack(archive, folder)
+    assert (folder / "train/a/0.png").read_bytes() == b"3"
+    assert not (folder / ".prepare.lock").exists()
+    assert not unpack(archive, folder)
+
+
+def test_archive_with_the_longest_name_has_a_marker(tmp_path: Path, folder: Path) -> None:
+    archive = write_zip(tmp_path / f"{'a' * 251}.zip", {"x": b"1"})
+    assert unpack(archive, folder)
+    assert not unpack(archive, folder)
