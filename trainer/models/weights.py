@@ -10,6 +10,7 @@ import io
 import re
 import socket
 import urllib.error
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,9 @@ def read_file(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return strip_prefixes(safetensors.torch.load_file(path))
-        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about kinds of tensors that are refused below
+            found: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         kind = "a safetensors file" if path.suffix == ".safetensors" else "a file of torch.save with tensors alone"
         raise CheckpointError(f"--weights: {path} is cut, or not {kind} ({_first_words(error)})") from error
