@@ -55,7 +55,7 @@ def test_torchvision_models_train_on_ants_and_bees(dataset, model, run_trainer, 
     lists = {"--train-list": "hymenoptera_train.txt", "--test-list": "hymenoptera_val.txt"}
     options = [part for flag, name in lists.items() for part in (flag, test_data / "lists" / name)]
     options = ["--data-dir", test_data / "hymenoptera_256", *(options if dataset == "list" else [])]
-    more = ("--image-size", "64", "--epochs", "1", "--global-batch-size", "32", "--optimizer", "adamw", "--lr", "0.001")
+    more = ("--image-size", "64", "--steps", "8", "--global-batch-size", "32", "--optimizer", "adamw", "--lr", "0.001")
     result = run_trainer(
         "train", "--run-name", "job", "--dataset", dataset, *options, "--model", model, *more, env=THREADS
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,7 @@ def test_server_that_never_answers_ends_in_one_line(tmp_path: Path, monkeypatch:
     """The proxy takes the connection and says nothing."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(weights, "FETCH_SECONDS", 0.3)
+    monkeypatch.setattr(urllib.request, "_opener", None)  # it remembers the proxies of its first use
     with socket.create_server(("127.0.0.1", 0)) as silent:
         proxy = f"http://127.0.0.1:{silent.getsockname()[1]}"
         for variable in ("https_proxy", "http_proxy", "HTTPS_PROXY", "HTTP_PROXY"):
