@@ -154,9 +154,6 @@ CASES = {
     # The weights' names want a network.
     "trainer train --env-file recipes/folder-finetune.env --data-dir pictures": RECIPE,
     "trainer train --env-file recipes/list-efficientnet-b0.env --data-dir pictures --train-list train.txt --test-list test.csv": RECIPE,
-    "trainer train --env-file recipes/mnist-resnet101.env --data-dir data": Case(
-        f"{TINY} --data-dir {{data}}/mnist --global-batch-size 8"
-    ),
     "trainer train --dataset mine:load --data-dir pictures --workers 2": Case(
         f"{TINY} --global-batch-size 16", prepare=draw_pictures
     ),
