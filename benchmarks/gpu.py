@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer import log
+from trainer.beat import Allowance, Pulse
 from trainer.config import Config, build
 from trainer.data import load, train_batches
 from trainer.evaluate import Score
@@ -53,7 +54,7 @@ def run_fit(config: Config, device: torch.device) -> float:
         began = time.monotonic()
         update, meter = (
             Update(config, plan, group, prepare, classes=dataset.classes),
-            Meter(plan, group, start=0, live=live),
+            Meter(plan, group, start=0, live=live, pulse=Pulse(Allowance())),
         )
         nothing = Score(0.0, 0.0, 0.0, 0)
         fit(state, batches, update=update, stop=Stop(), meter=meter, evaluate=lambda: nothing, save=lambda: None)

@@ -404,7 +404,7 @@ def test_a27_half_set_variables_are_2_with_the_list(run_trainer: Run, tmp_path: 
 
 
 def test_a28_lines_of_the_steps_before_a_kill_are_there_once(run_trainer: Run, user_models: None) -> None:
-    ended = run_trainer("train", *TINY, *TWO, "--model", "mine:dies_after_step_3")
+    ended = run_trainer("train", *TINY, *TWO, "--model", "mine:dies_after_step_3", "--max-restarts", "0")
     assert ended.returncode == 137
     assert re.findall(r" step (\d+)/", ended.stdout) == ["1", "2", "3"]
     assert "killed by SIGKILL" in ended.stderr
@@ -412,7 +412,7 @@ def test_a28_lines_of_the_steps_before_a_kill_are_there_once(run_trainer: Run, u
 
 def test_a28_crash_names_the_rank_and_shows_no_secret(run_trainer: Run, user_models: None) -> None:
     env = {"DATABASE_PASSWORD": "of-the-environment"}
-    ended = run_trainer("train", *TINY, *TWO, "--model", "mine:crashes", env=env)
+    ended = run_trainer("train", *TINY, *TWO, "--model", "mine:crashes", "--max-restarts", "0", env=env)
     assert ended.returncode == 1
     assert "KeyError" in ended.stderr
     assert "in forward" in ended.stderr, "where it happened"

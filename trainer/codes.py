@@ -33,7 +33,7 @@ MEANINGS = {
     NO_PROGRESS: "no progress over several starts",
     INTERRUPTED: "stopped by SIGINT",
     TERMINATED: "stopped by SIGTERM",
-    PEER_LOST: "lost a peer, or the rendezvous timed out",
+    PEER_LOST: "lost a peer, the rendezvous timed out, or a rank hung",
 }
 
 #: Codes that a new start cannot mend; they are never retried and end every rank.

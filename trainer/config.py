@@ -111,7 +111,9 @@ class Config:
     steps: int | None = _setting(None, "Number of optimizer steps, instead of --epochs.", _RUN, "experiment", minimum=1, maximum=10**10)
     deterministic: bool = _setting(False, "Bit-exact repeats and resumes with any number of ranks, at some cost in speed.", _RUN, "operation")
     checkpoint_every: int = _setting(500, "Steps between checkpoints; 0 saves at the end and on a stop alone.", _RUN, "operation", minimum=0)
-    keep: int = _setting(3, "How many of the newest checkpoints stay on disk.", _RUN, "operation", minimum=1)
+    keep: int = _setting(3, "How many of the newest checkpoints stay on disk, beside that of the best evaluation.", _RUN, "operation", minimum=1)
+    max_failed_saves: int = _setting(3, "How many saves in a row may fail before the run ends; the last one of a run may not.", _RUN, "operation", minimum=1)
+    max_starts: int = _setting(5, "How many starts of a run may end without a new checkpoint before the next one gives up (code 5); stops do not count.", _RUN, "operation", minimum=1)
 
     dataset: str = _setting("glyphs", "glyphs, mnist, fashion-mnist, cifar10, cifar100, folder (class folders in train/ and val/), list (lists of pictures), random, or your own as module:function.", _DATA, "experiment")
     data_dir: Path | None = _setting(None, "Folder of the data set's files; of the pictures, for folder and list.", _DATA, "operation")
@@ -175,6 +177,8 @@ class Config:
     backend: str = _setting("auto", "Collectives: nccl on GPUs, gloo on CPUs.", _LAUNCH, "operation", choices=("auto", "nccl", "gloo"))
     rendezvous_seconds: float = _setting(600.0, "How long ranks wait for each other at the start.", _LAUNCH, "operation", above=0, maximum=_MONTH)
     collective_seconds: float = _setting(300.0, "How long a rank waits for its peers in one collective.", _LAUNCH, "operation", above=0, maximum=_MONTH)
+    max_restarts: int | None = _setting(None, "How often the agent starts its ranks again when one was lost, before a new checkpoint. Unset: 3 on one node, 0 over several.", _LAUNCH, "operation", minimum=0)
+    hang_timeout: float | None = _setting(None, "Seconds without progress after which a rank counts as hung. Unset: ten times its slowest recent step, at least 60, and more for the start.", _LAUNCH, "operation", above=0, maximum=_MONTH)
     grace: float = _setting(30.0, "Seconds between a stop signal and the end of what has not ended by then.", _LAUNCH, "operation", minimum=0, maximum=_MONTH)
 
 

@@ -19,7 +19,7 @@ from tests.distributed.conftest import Job, rank_pid
 
 HOST = socket.gethostname()
 SMALL = ("--limit-train", "64", "--limit-test", "20", "--global-batch-size", "8", "--workers", "0")
-TELLING = (*SMALL, "--log-format", "json", "--log-every", "1")
+TELLING = (*SMALL, "--log-format", "json", "--log-every", "1", "--max-restarts", "0")
 #: Goes on until something ends it.
 ENDLESS = (*TELLING, "--steps", "1000000", "--eval-every", "1000000", "--checkpoint-every", "0")
 TWO = ("--nproc-per-node", "2")

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from trainer.beat import Allowance, Pulse
 from trainer.codes import SettingError
 from trainer.config import build
 from trainer.launch import Rank
@@ -18,7 +19,7 @@ def start(*, world=1, devices=(), **settings):
     rank = Rank(0, world, 0, world, 0, 1)
     return Start(
         config=build(settings), sources={}, rank=rank, stop=Stop(), devices=devices, cpus=2, cache_dir=None,
-        listen_fd=None, on_end=lambda code, line: None,
+        listen_fd=None, on_end=lambda code, line: None, pulse=Pulse(Allowance()),
     )  # fmt: skip
 
 

@@ -16,8 +16,11 @@ from pathlib import Path
 from trainer.codes import SettingError
 from trainer.config import PREFIX, Setting, parse, settings
 
-#: Variables of our own that are no settings: the agent tells its children who it is, and where the store's socket is.
-AGENT_PID, AGENT_JOB, STORE_FD = "TRAINER_AGENT_PID", "TRAINER_AGENT_JOB", "TRAINER_STORE_FD"
+#: Variables of our own that are no settings: the agent tells its children who it is, what to do, where the store's socket is,
+#: and where to give signs of life.
+AGENT_PID, AGENT_JOB = "TRAINER_AGENT_PID", "TRAINER_AGENT_JOB"
+STORE_FD, BEAT_FD = "TRAINER_STORE_FD", "TRAINER_BEAT_FD"
+_INTERNAL = (AGENT_PID, AGENT_JOB, STORE_FD, BEAT_FD)
 
 _LINK_NAME = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?$")
 _LINK_VALUE = re.compile(r"^(tcp|udp|sctp)://")
@@ -61,7 +64,7 @@ def read_environment(environ: Mapping[str, str]) -> Texts:
     """
     known, found = _by_variable(), Texts()
     for name in sorted(environ):
-        if not name.startswith(PREFIX) or name.startswith("TRAINER_TEST_") or name in (AGENT_PID, AGENT_JOB, STORE_FD):
+        if not name.startswith(PREFIX) or name.startswith("TRAINER_TEST_") or name in _INTERNAL:
             continue
         value = environ[name]
         if _LINK_VALUE.match(value):

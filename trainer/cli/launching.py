@@ -5,6 +5,7 @@ Writes os.environ, from values that functions return, before torch is imported.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
@@ -14,7 +15,9 @@ from pathlib import Path
 
 import trainer
 from trainer import agent, codes, devices, log, stop
-from trainer.cli.environment import AGENT_JOB, AGENT_PID, STORE_FD
+from trainer.beat import Phase, Records
+from trainer.cli.environment import AGENT_JOB, AGENT_PID, BEAT_FD, STORE_FD
+from trainer.cli.hangs import allowance_for
 from trainer.cli.ranks import exit_now, run_rank, visible_devices
 from trainer.cli.resolved import Job, Resolved
 from trainer.cli.streams import flush, mend_streams
@@ -43,7 +46,7 @@ def dispatch(job: Job) -> int:
         os.environ["TERM"] = "dumb"
     if isinstance(place, Rank):
         _set_environment(_rank_environment(resolved, place.local_world_size or 1))
-        return run_rank(job, place, listen_fd=_store_fd())
+        return run_rank(job, place, listen_fd=_descriptor(STORE_FD), beat_fd=_descriptor(BEAT_FD))
     if place.elastic is not None:
         raise SettingError(
             f"nodes {place.elastic.minimum}:{place.elastic.maximum} (elastic) cannot be started yet; give a fixed number with --nnodes"
@@ -157,8 +160,8 @@ def export(others: Mapping[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
-def _store_fd() -> int | None:
-    text = os.environ.pop(STORE_FD, None)
+def _descriptor(variable: str) -> int | None:
+    text = os.environ.pop(variable, None)
     return int(text) if text else None
 
 
@@ -180,24 +183,43 @@ def _listen(node: Node) -> socket.socket | None:
 
 
 def _supervise(job: Job, node: Node, *, processes: int) -> int:
-    listener = _listen(node)
+    config = job.resolved.config
     _make_importable()
-    environments = []
-    for index in range(processes):
-        environment = dict(os.environ) | _child_variables(node, index, processes=processes, listener=listener)
-        environment |= {AGENT_PID: str(os.getpid()), AGENT_JOB: job.dumps()}
-        if listener and index == 0:
-            environment[STORE_FD] = str(listener.fileno())
-        environments.append(environment)
     # -P: a file trainer.py in the working folder must not be run in our place.
     command = [sys.executable, "-P", "-m", "trainer", *sys.argv[1:]]
+    restarts = config.max_restarts if config.max_restarts is not None else 3 if node.nodes == 1 else 0
     return agent.supervise(
         command,
-        environments=environments,
+        launch=lambda run_name: _launch(_again(job, run_name), node, processes=processes),
         first_rank=node.node_rank * processes,
-        grace=job.resolved.config.grace,
-        listener=listener,
+        grace=config.grace,
+        max_restarts=restarts if job.command == "train" else 0,
     )
+
+
+def _again(job: Job, run_name: str) -> Job:
+    """Return the job of a start anew: in the run folder that the last start had made, from the checkpoints that are there now."""
+    if not run_name:
+        return job
+    config = job.resolved.config
+    resume = "auto" if config.resume == "never" else config.resume
+    config = dataclasses.replace(config, run_name=run_name, resume=resume)
+    return dataclasses.replace(job, resolved=dataclasses.replace(job.resolved, config=config))
+
+
+def _launch(job: Job, node: Node, *, processes: int) -> agent.Launch:
+    """Make the sockets, records and environments of one start. Raises SettingError."""
+    listener = _listen(node)
+    setup = allowance_for(job.resolved.config, single_node=node.nodes == 1).seconds(Phase.SETUP)
+    records = Records(processes, seconds=setup)
+    ours = {AGENT_PID: str(os.getpid()), AGENT_JOB: job.dumps(), BEAT_FD: str(records.fd)}
+    environments = []
+    for index in range(processes):
+        variables = _child_variables(node, index, processes=processes, listener=listener)
+        if listener and index == 0:
+            variables[STORE_FD] = str(listener.fileno())
+        environments.append(dict(os.environ) | ours | variables)
+    return agent.Launch(environments, listener, records)
 
 
 def _make_importable() -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer import codes, devices, log, stop
+from trainer.beat import Pulse
+from trainer.cli.hangs import allowance_for, print_stacks_on_request, watched
 from trainer.cli.resolved import Job, Resolved
 from trainer.codes import Stopped, TrainerError
 from trainer.config import Config
@@ -24,23 +26,22 @@ if TYPE_CHECKING:
 _FAREWELL_SECONDS = 3.0
 
 
-def run_rank(job: Job, rank: Rank, *, listen_fd: int | None) -> int:
-    """Do the job as one rank, in this process, and return its exit code."""
+def run_rank(job: Job, rank: Rank, *, listen_fd: int | None, beat_fd: int | None = None) -> int:
+    """Do the job as one rank, in this process, and return its exit code.
+
+    Args:
+        listen_fd, beat_fd: rank 0's listening socket and the records of signs of life, from our agent; None without one.
+    """
     stop.restore_defaults()
+    print_stacks_on_request()
     with contextlib.suppress(OSError):  # it may be gone
         if (here := str(Path.cwd())) not in sys.path:
             sys.path.append(here)  # for module:function in the working folder; last, so that it hides nothing
+    pulse = _pulse(job.resolved.config, rank, beat_fd)
+    in_place = beat_fd is None and job.command != "prepare"  # which has but one phase, of any length
     try:
-        start = _start(job.resolved, rank, listen_fd)
-        from trainer import train  # imports torch, so after the environment is set
-
-        if job.command == "train":
-            train.run(start)
-        elif job.command == "prepare":
-            train.make_ready(start)
-        else:
-            assert job.target is not None
-            train.score(start, job.target)
+        with watched(pulse) if in_place else contextlib.nullcontext():
+            _run(job, _start(job.resolved, rank, listen_fd, pulse))
         return codes.OK
     except Stopped as stopped:
         log.info(f"stopped by {signal.Signals(stopped.signum).name}")
@@ -52,6 +53,23 @@ def run_rank(job: Job, rank: Rank, *, listen_fd: int | None) -> int:
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the last door; code of the user's must not end a rank with 0
         log.failure(f"unexpected {describe_error(error)}")
         return _leave(codes.UNEXPECTED)
+
+
+def _run(job: Job, start: Start) -> None:
+    from trainer import train  # imports torch, so after the environment is set
+
+    if job.command == "train":
+        train.run(start)
+    elif job.command == "prepare":
+        train.make_ready(start)
+    else:
+        assert job.target is not None
+        train.score(start, job.target)
+
+
+def _pulse(config: Config, rank: Rank, beat_fd: int | None) -> Pulse:
+    single_node = rank.world_size == (rank.local_world_size or 1)  # where nobody tells, there may be others
+    return Pulse(allowance_for(config, single_node=single_node), fd=beat_fd, index=rank.local_rank)
 
 
 def describe_error(error: BaseException) -> str:
@@ -81,7 +99,7 @@ def _end_with_peer(code: int, line: str) -> None:
     exit_now(code)
 
 
-def _start(resolved: Resolved, rank: Rank, listen_fd: int | None) -> Start:
+def _start(resolved: Resolved, rank: Rank, listen_fd: int | None, pulse: Pulse) -> Start:
     visible = visible_devices(resolved.config)
     from trainer.train import Start
 
@@ -95,6 +113,7 @@ def _start(resolved: Resolved, rank: Rank, listen_fd: int | None) -> Start:
         cache_dir=_cache_dir(resolved),
         listen_fd=listen_fd,
         on_end=_end_with_peer,
+        pulse=pulse,
     )
 
 

@@ -9,22 +9,24 @@ from collections.abc import Iterator
 import torch
 
 from trainer import log
+from trainer.beat import Phase, Pulse
 from trainer.group import Group
 from trainer.progress import Live, duration
 from trainer.train.plan import Plan
 
 KINDS = ("data", "compute", "evaluate", "save")
+_PHASES = {"evaluate": Phase.EVALUATION, "save": Phase.SAVING}
 
 
 class Meter:
     """Add up seconds, steps and losses of one rank."""
 
-    def __init__(self, plan: Plan, group: Group, *, start: int, live: Live) -> None:
+    def __init__(self, plan: Plan, group: Group, *, start: int, live: Live, pulse: Pulse) -> None:
         self.seconds = dict.fromkeys(KINDS, 0.0)
         self.first_step_unix_seconds: float | None = None
         self.steps = 0
         self.loss = float("nan")
-        self._plan, self._group, self._live = plan, group, live
+        self._plan, self._group, self._live, self._pulse = plan, group, live, pulse
         self._began = time.monotonic()
         self._loss_sum = torch.zeros((), device=group.device)
         self._last: torch.Tensor | None = None
@@ -33,7 +35,9 @@ class Meter:
 
     @contextlib.contextmanager
     def time(self, kind: str) -> Iterator[None]:
-        """Count the time spent inside as `kind`."""
+        """Count the time spent inside as `kind`, and tell what is about to begin where it may take longer than a step."""
+        if kind in _PHASES:
+            self._pulse.beat(_PHASES[kind])
         began = time.monotonic()
         try:
             yield
@@ -58,6 +62,7 @@ class Meter:
     def step(self, loss: torch.Tensor, *, step: int) -> None:
         """Take note of one step's loss, which stays on the device."""
         self.steps += 1
+        self._pulse.step(step)
         self._loss_sum += loss
         self._last = loss
         if self.first_step_unix_seconds is None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer import log, optim
+from trainer.beat import Phase
 from trainer.codes import DataError, SettingError
 from trainer.config import Config
 from trainer.data import DataSet, auto_workers, load, prepare, test_batches, train_batches
@@ -78,10 +79,13 @@ def run(start: Start) -> None:
         TrainerError: with the exit code that goes with it.
     """
     config = start.config
+    start.pulse.beat(Phase.PREPARE)
     prepare(config)
+    start.pulse.beat(Phase.SETUP)
     with joined(start) as (choice, group):
         opened = group.from_rank_0(lambda: os.fsencode(folders.open_folder(config, sources=start.sources)))
         folder = Path(os.fsdecode(opened))
+        start.pulse.tell(folder.name)
         if group.from_rank_0(lambda: b"yes" if folders.is_finished(folder) else b""):
             log.info(f"{folder} is finished: nothing to do")
             return
@@ -93,6 +97,7 @@ def run(start: Start) -> None:
         load_first_weights(state, config=config, dataset=dataset, group=group)
         state.network = wrap(state.model, config=config, choice=choice)
         meter = _train(start, state, folder=folder, dataset=dataset, plan=plan, group=group)
+        start.pulse.beat(Phase.END)
         finish(facts, state, meter=meter, folder=folder)
 
 
@@ -194,10 +199,11 @@ def _train(start: Start, state: State, *, folder: Path, dataset: DataSet, plan: 
     ):
         prepare = Prepare(dataset, group.device, channels_last=config.channels_last, trace=trace)
         update = Update(config, plan, group, prepare, classes=dataset.classes)
-        meter = Meter(plan, group, start=state.step, live=live)
+        meter = Meter(plan, group, start=state.step, live=live, pulse=start.pulse)
         if state.step and plan.evaluates_after(state.step) and state.scored_at != state.step:
             # The run was stopped between this step and its evaluation.
             state.score, state.scored_at = score_now(), state.step
+        start.pulse.beat(Phase.FIRST_STEPS)
         fit(state, batches, update=update, stop=start.stop, meter=meter, evaluate=score_now, save=save)
     return meter
 
@@ -219,11 +225,16 @@ def score_state(
     state: State, *, config: Config, dataset: DataSet, group: Group, prepare: Prepare, start: Start
 ) -> Score:
     """Evaluate the plain model on the test set, with rank 0's buffers on every rank, and log the score."""
+
+    def stop() -> int:
+        start.pulse.beat(Phase.EVALUATION)  # asked with each batch
+        return start.stop.signum
+
     group.broadcast([buffer for buffer in state.model.buffers() if buffer.numel()])
     loading = loader_options(start, dataset=dataset, group=group)
     size = config.eval_batch_size or eval_batch_size(dataset)
     with test_batches(dataset, batch_size=size, **loading) as batches, autocast(config, group.device):
-        score = evaluate(state.model, batches, group=group, prepare=prepare, stop=lambda: start.stop.signum)
+        score = evaluate(state.model, batches, group=group, prepare=prepare, stop=stop)
     check_skipped(score.skipped, of=len(dataset.test), most=config.max_bad_samples, what="test")
     hits = f"{100 * score.accuracy:.2f} % of {score.samples}{f' ({score.skipped} skipped)' if score.skipped else ''}"
     line = f"evaluation after step {state.step}: accuracy {hits}, loss {score.loss:.4f}"

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from trainer import __version__
+from trainer.beat import Pulse
 from trainer.codes import SettingError
 from trainer.config import Config
 from trainer.devices import cuda_facts, device_index
@@ -31,6 +32,7 @@ class Start:
         cache_dir: folder for drawn data, or None where there is none to write.
         listen_fd: rank 0's listening socket from the agent, or None.
         on_end: called with (code, line) when another rank ends for good.
+        pulse: takes this rank's signs of life.
     """
 
     config: Config
@@ -42,6 +44,7 @@ class Start:
     cache_dir: Path | None
     listen_fd: int | None
     on_end: Callable[[int, str], None]
+    pulse: Pulse
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.agent.conftest import ROOT, AgentRun, exists, runs, wait_until
 from trainer import agent
 from trainer.agent import Ends
-
-PATIENCE_SECONDS = 60
 
 #: (stop signal or 0, (code, was it killed by us) in the order of the ends) -> (the node's code, the rank of the first cause)
 ENDS = {
@@ -51,124 +48,29 @@ def test_the_first_cause_decides(name: str) -> None:
     assert (ends.first[0] if ends.first else None) == first
 
 
-AGENT = """
-import json, os, sys
-from trainer import agent, log
-log.setup("text")
-code, ranks, grace, first_rank, peer_seconds = json.loads(sys.argv[1])
-agent._PEER_SECONDS = peer_seconds or agent._PEER_SECONDS
-environments = [dict(os.environ, RANK=str(first_rank + index)) for index in range(ranks)]
-command = [sys.executable, "-S", "-c", code]
-end = agent.supervise(command, environments=environments, first_rank=first_rank, grace=grace, listener=None)
-print("modules", "torch" in sys.modules, "numpy" in sys.modules)
-sys.exit(end)
-"""
-
-#: What each child begins with: `rank`, `ready()` that tells the test, and `note()` that leaves a word for it.
-CHILD = """
-import os, pathlib, signal, sys, time
-rank = int(os.environ["RANK"])
-for signum in (signal.SIGTERM, signal.SIGINT):  # as a rank begins: see stop.py
-    signal.signal(signum, signal.SIG_DFL)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
-def note(word):
-    with open(f"words-{rank}", "a") as file:
-        file.write(word + "\\n")
-def ready():
-    pathlib.Path(f"ready-{rank}").write_text(str(os.getpid()))
-"""
-
-
-class Agent:
-    """Run an agent with children of `python -c`, in a folder where they leave words."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.process: subprocess.Popen[str] | None = None
-
-    def start(
-        self, child: str, *, ranks: int = 2, grace: float = 20, first_rank: int = 0, peer_seconds: float = 0
-    ) -> subprocess.Popen[str]:
-        arguments = json.dumps([CHILD + child, ranks, grace, first_rank, peer_seconds])
-        root = str(Path(__file__).resolve().parent.parent)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", AGENT, arguments], cwd=self.folder, env={**os.environ, "PYTHONPATH": root},
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
-        return self.process
-
-    def end(self) -> tuple[int, str, str]:
-        assert self.process is not None
-        out, err = self.process.communicate(timeout=PATIENCE_SECONDS)
-        return self.process.returncode, out, err
-
-    def run(self, child: str, **options: float) -> tuple[int, str, str]:
-        self.start(child, **options)  # type: ignore[arg-type]
-        return self.end()
-
-    def ready(self, *ranks: int) -> list[int]:
-        """Wait for the ranks and return their process ids."""
-        files = [self.folder / f"ready-{rank}" for rank in ranks]
-        wait_until(lambda: all(file.exists() and file.read_text() for file in files))
-        return [int(file.read_text()) for file in files]
-
-    def words(self, rank: int) -> list[str]:
-        path = self.folder / f"words-{rank}"
-        return path.read_text().split() if path.exists() else []
-
-
-def wait_until(fulfilled: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not fulfilled():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
-
-
-def exists(pid: int) -> bool:
-    """Tell whether there is such a process, alive or as a zombie."""
-    return Path(f"/proc/{pid}").exists()
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Agent]:
-    made = Agent(tmp_path)
-    yield made
-    if made.process is not None:
-        if made.process.poll() is None:
-            os.killpg(made.process.pid, signal.SIGKILL)
-        made.process.communicate()
-
-
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 5, 77, 170])
-def test_a_code_that_all_children_return_is_the_nodes(node: Agent, code: int) -> None:
+def test_a_code_that_all_children_return_is_the_nodes(node: AgentRun, code: int) -> None:
     assert node.run(f"sys.exit({code})")[0] == code
 
 
-def test_a_node_with_one_child_returns_its_code_and_adds_no_line_to_the_childs_own(node: Agent) -> None:
+def test_a_node_with_one_child_returns_its_code_and_adds_no_line_to_the_childs_own(node: AgentRun) -> None:
     code, out, err = node.run("sys.exit(4)", ranks=1, first_rank=6)
     assert code == 4
     assert "ended first" not in out + err
 
 
-def test_of_several_children_the_first_is_named_with_the_codes_meaning(node: Agent) -> None:
+def test_of_several_children_the_first_is_named_with_the_codes_meaning(node: AgentRun) -> None:
     code, out, err = node.run("time.sleep(rank - 6)\nsys.exit(4 if rank == 6 else 170)", ranks=2, first_rank=6)
     assert code == 4
     assert "rank 6 ended first, with code 4 (diverged: the loss is not finite)" in out
     assert err == ""
 
 
-def test_the_agent_imports_neither_torch_nor_numpy(node: Agent) -> None:
+def test_the_agent_imports_neither_torch_nor_numpy(node: AgentRun) -> None:
     assert "modules False False\n" in node.run("")[1]
 
 
-def test_a_killed_child_is_137_and_named(node: Agent) -> None:
+def test_a_killed_child_is_137_and_named(node: AgentRun) -> None:
     node.start("ready()\nif rank == 1: time.sleep(60)\ntime.sleep(60)", first_rank=4, peer_seconds=0.5)
     os.kill(node.ready(4, 5)[1], signal.SIGKILL)
     code, _, err = node.end()
@@ -178,31 +80,31 @@ def test_a_killed_child_is_137_and_named(node: Agent) -> None:
     assert second.endswith("warning rank 4 has not ended by itself and is killed: a peer has ended")
 
 
-def test_a_crash_is_told_as_a_shell_tells_it(node: Agent) -> None:
+def test_a_crash_is_told_as_a_shell_tells_it(node: AgentRun) -> None:
     code, _, err = node.run("os.kill(os.getpid(), signal.SIGSEGV)", ranks=1)
     assert code == 139
     assert "rank 0 ended first, with code 139 (killed by SIGSEGV)" in err
 
 
-def test_a_code_that_is_not_ours_is_passed_on_and_said_to_be_foreign(node: Agent) -> None:
+def test_a_code_that_is_not_ours_is_passed_on_and_said_to_be_foreign(node: AgentRun) -> None:
     code, _, err = node.run("sys.exit(99)", ranks=1)
     assert code == 99
     assert "rank 0 ended first, with code 99 (not one of the trainer's own codes)" in err
 
 
-def test_survivors_may_end_by_themselves(node: Agent) -> None:
+def test_survivors_may_end_by_themselves(node: AgentRun) -> None:
     """The cause is the child that ended later with a cause, not the one that lost it as a peer."""
     code, out, _ = node.run("if rank == 0: sys.exit(170)\ntime.sleep(0.5)\nsys.exit(3)")
     assert code == 3
     assert "rank 1 ended first, with code 3" in out
 
 
-def test_one_child_may_finish_long_before_another(node: Agent) -> None:
+def test_one_child_may_finish_long_before_another(node: AgentRun) -> None:
     """Code 0 starts no clock: rank 0 saves while the others have left."""
     assert node.run("if rank == 0: time.sleep(1)", peer_seconds=0.2)[0] == 0
 
 
-def test_a_stop_of_one_child_is_a_stop_of_all_with_the_grace_time_for_the_save(node: Agent) -> None:
+def test_a_stop_of_one_child_is_a_stop_of_all_with_the_grace_time_for_the_save(node: AgentRun) -> None:
     """Somebody stopped the rank, or another node stopped all ranks: this agent was sent nothing."""
     child = """
 if rank == 0:
@@ -224,7 +126,7 @@ sys.exit(143)
     assert node.words(0) == ["TERM", "saved"]
 
 
-def test_a_child_that_waits_for_one_that_was_stopped_is_stopped_too(node: Agent) -> None:
+def test_a_child_that_waits_for_one_that_was_stopped_is_stopped_too(node: AgentRun) -> None:
     node.start("ready()\ntime.sleep(60)", ranks=3)
     os.kill(node.ready(0, 1, 2)[1], signal.SIGINT)
     code, _, _ = node.end()
@@ -245,7 +147,7 @@ sys.exit(130 if last == "INT" else 143)
 @pytest.mark.parametrize(("signum", "word", "code"), [(signal.SIGTERM, "TERM", 143), (signal.SIGINT, "INT", 130)])
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_stop_signal_reaches_each_child_each_time(
-    node: Agent, signum: signal.Signals, word: str, code: int, times: int
+    node: AgentRun, signum: signal.Signals, word: str, code: int, times: int
 ) -> None:
     process = node.start(OBEDIENT)
     node.ready(0, 1)
@@ -257,7 +159,7 @@ def test_a_stop_signal_reaches_each_child_each_time(
     assert node.words(0) == node.words(1) == [word] * times
 
 
-def test_an_interrupt_that_becomes_a_stop_is_a_stop(node: Agent) -> None:
+def test_an_interrupt_that_becomes_a_stop_is_a_stop(node: AgentRun) -> None:
     process = node.start(OBEDIENT)
     node.ready(0, 1)
     for signum, count in ((signal.SIGINT, 1), (signal.SIGTERM, 2)):
@@ -267,7 +169,7 @@ def test_an_interrupt_that_becomes_a_stop_is_a_stop(node: Agent) -> None:
     assert node.end()[0] == 143
 
 
-def test_a_child_that_has_no_handler_ends_at_once(node: Agent) -> None:
+def test_a_child_that_has_no_handler_ends_at_once(node: AgentRun) -> None:
     process = node.start("ready()\ntime.sleep(60)")
     node.ready(0, 1)
     process.send_signal(signal.SIGTERM)
@@ -276,7 +178,7 @@ def test_a_child_that_has_no_handler_ends_at_once(node: Agent) -> None:
     assert "ended first" not in out
 
 
-def test_children_that_ignore_the_stop_are_killed_after_the_grace_time(node: Agent) -> None:
+def test_children_that_ignore_the_stop_are_killed_after_the_grace_time(node: AgentRun) -> None:
     process = node.start("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\ntime.sleep(60)", grace=0.3)
     pids = node.ready(0, 1)
     process.send_signal(signal.SIGTERM)
@@ -288,7 +190,7 @@ def test_children_that_ignore_the_stop_are_killed_after_the_grace_time(node: Age
     assert not any(map(exists, pids))
 
 
-def test_a_stopped_child_is_killed_after_the_grace_time(node: Agent) -> None:
+def test_a_stopped_child_is_killed_after_the_grace_time(node: AgentRun) -> None:
     process = node.start("ready()\ntime.sleep(60)", grace=0.3, ranks=1)
     (pid,) = node.ready(0)
     os.kill(pid, signal.SIGSTOP)
@@ -297,7 +199,7 @@ def test_a_stopped_child_is_killed_after_the_grace_time(node: Agent) -> None:
     assert not exists(pid)
 
 
-def test_a_signal_while_the_agent_starts_is_not_lost(node: Agent) -> None:
+def test_a_signal_while_the_agent_starts_is_not_lost(node: AgentRun) -> None:
     """From the first instruction on: it ends by the signal, or with its code, and leaves no child."""
     for pause in (0.0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15):
         process = node.start("ready()\ntime.sleep(60)")
@@ -309,7 +211,7 @@ def test_a_signal_while_the_agent_starts_is_not_lost(node: Agent) -> None:
             path.unlink()
 
 
-def test_no_child_outlives_an_agent_that_is_killed(node: Agent) -> None:
+def test_no_child_outlives_an_agent_that_is_killed(node: AgentRun) -> None:
     process = node.start("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\ntime.sleep(60)", ranks=3)
     pids = node.ready(0, 1, 2)
     process.kill()
@@ -317,7 +219,7 @@ def test_no_child_outlives_an_agent_that_is_killed(node: Agent) -> None:
     wait_until(lambda: not any(map(runs, pids)))
 
 
-def test_no_child_is_left_as_a_zombie(node: Agent) -> None:
+def test_no_child_is_left_as_a_zombie(node: AgentRun) -> None:
     node.start("ready()\nif rank == 0: time.sleep(60)", grace=0.2)
     rank_0, rank_1 = node.ready(0, 1)
     wait_until(lambda: not exists(rank_1))  # reaped while the other one still runs
@@ -346,14 +248,13 @@ def test_the_first_child_alone_gets_the_listener(tmp_path: Path) -> None:
         "listener = agent.listen('127.0.0.1')\n"
         "child = 'import os, sys; sys.exit(0 if os.path.exists(\"/proc/self/fd/\" + sys.argv[1]) else 7)'\n"
         "command = [sys.executable, '-c', child, str(listener.fileno())]\n"
-        "ranks = [dict(os.environ)] * int(sys.argv[1])\n"
-        "code = agent.supervise(command, environments=ranks, first_rank=0, grace=5, listener=listener)\n"
+        "launch = agent.Launch([dict(os.environ)] * int(sys.argv[1]), listener)\n"
+        "code = agent.supervise(command, launch=lambda _: launch, first_rank=0, grace=5)\n"
         "sys.exit(code + 10 * (listener.fileno() != -1))\n"
     )
-    root = str(Path(__file__).resolve().parent.parent)
     for ranks, code in ((1, 0), (2, 7)):
         command = [sys.executable, "-c", script, str(ranks)]
         ended = subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=60
+            command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
         )
         assert ended.returncode == code, ended.stderr

@@ -1,0 +1,139 @@
+"""One start of the ranks, until the last has ended: signals are forwarded, a hang or a first end starts the clock for the rest."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainer import codes, log
+from trainer.agent.ends import STOP_CODES, Ends, meaning
+from trainer.agent.hangs import Hangs, show_stacks
+from trainer.beat import Records
+
+#: What the agent waits for; blocked in it.
+SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
+#: How long the other ranks may take to notice that one has failed, before they are killed.
+_PEER_SECONDS = 20.0
+#: How long a killed rank may take to be gone; freeing much memory takes seconds, a call to a dead disk or device has no end.
+_GONE_SECONDS = 30.0
+
+
+@dataclass
+class Child:
+    """Hold one rank's process; `index` is its number on the node."""
+
+    rank: int
+    index: int
+    process: subprocess.Popen[bytes]
+    killed: bool = False
+
+    @property
+    def code(self) -> int | None:
+        """Return the exit code as a shell tells it, or None while the child runs."""
+        return None if self.process.returncode is None else codes.from_process(self.process.returncode)
+
+
+def watch(children: Sequence[Child], *, grace: float, records: Records | None) -> Ends:
+    """Wait for the children, forward stop signals, and end what has not ended in time; return how they ended.
+
+    Raises nothing, and leaves no child and no zombie, but for one that the kernel does not let go.
+    """
+    ends, deadline, hangs = Ends(), None, Hangs(records)
+    while running := [child for child in children if child.code is None]:
+        received = _receive(hangs.seconds if deadline is None else max(0.0, deadline - time.monotonic()))
+        if received in (signal.SIGTERM, signal.SIGINT):
+            _forward(received, running, ends)
+        elif not received and deadline is not None:
+            if all(child.killed for child in running):
+                _give_up(running, ends)
+                break
+            _kill(running, ends)
+            deadline = time.monotonic() + _GONE_SECONDS
+        elif deadline is None and (hung := hangs.find({child.index: child.process.pid for child in running})):
+            _end_hang(running, hung, ends)
+            deadline = time.monotonic() + _GONE_SECONDS
+        for child in running:
+            if child.process.poll() is not None:
+                _note(child, ends, only=len(children) == 1)
+        _reap_orphans(children)
+        if not ends.stop and not ends.hung and (stopped := STOP_CODES & set(ends.codes.values())):
+            # A rank was stopped by somebody else: ranks that still wait for it at the start would not hear of it.
+            _forward(max(stopped) - 128, running, ends)
+        if deadline is None and (ends.stop or any(ends.codes.values())):
+            # After a stop rank 0 saves; after anything else there is nothing to wait for.
+            deadline = time.monotonic() + (grace if ends.stop else _PEER_SECONDS)
+    return ends
+
+
+def _receive(seconds: float) -> int:
+    """Wait for one of SIGNALS and return its number, or 0 when the time is over."""
+    received = signal.sigtimedwait(SIGNALS, seconds)
+    # When this process was stopped until the time was over (docker pause), CPython returns memory it has not written to.
+    return received.si_signo if received is not None and received.si_signo in SIGNALS else 0
+
+
+def _forward(signum: int, running: Sequence[Child], ends: Ends) -> None:
+    ends.stop = max(ends.stop, signum)
+    for child in running:
+        child.process.send_signal(signum)
+
+
+def _note(child: Child, ends: Ends, *, only: bool) -> None:
+    assert child.code is not None
+    was_first = ends.first
+    ends.add(child.rank, child.code, killed=child.killed)
+    if ends.first is was_first:
+        return
+    # A rank says in its own line why it ends; the agent speaks for one that could not, and says which was the first.
+    line = f"rank {child.rank} ended first, with code {child.code} ({meaning(child.code)})"
+    if child.code not in codes.MEANINGS:
+        log.warning(line)
+    elif not only:
+        log.info(line)
+
+
+def _kill(running: Sequence[Child], ends: Ends) -> None:
+    why = "the grace time is over" if ends.stop else "a peer has ended"
+    for child in running:
+        log.warning(f"rank {child.rank} has not ended by itself and is killed: {why}")
+        child.killed = True
+        child.process.kill()
+
+
+def _end_hang(running: Sequence[Child], hung: dict[int, str], ends: Ends) -> None:
+    """Say which ranks hang, have every rank of the node print its stacks, and kill all of them."""
+    ends.hung = tuple(child.rank for child in running if child.index in hung)
+    for child in running:
+        if child.index in hung:
+            log.error(f"rank {child.rank} is hung: {hung[child.index]}")
+    show_stacks({child.rank: child.process for child in running})
+    log.error("all ranks of this node are killed: nothing goes on without the one that is hung")
+    for child in running:
+        child.killed = True
+        child.process.kill()
+
+
+def _give_up(running: Sequence[Child], ends: Ends) -> None:
+    ends.unkillable = True
+    for child in running:
+        log.error(
+            f"rank {child.rank} (process {child.process.pid}) does not end, though it was killed: the kernel holds it, "
+            "as for a disk or device that does not answer; the agent ends without it"
+        )
+        ends.add(child.rank, codes.from_process(-signal.SIGKILL), killed=True)
+
+
+def _reap_orphans(children: Sequence[Child]) -> None:
+    """As PID 1 of a container, take note of the ends of processes whose own parent has ended: else they stay as zombies."""
+    ours = {child.process.pid for child in children if child.code is None}
+    try:
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid in ours:
+                return  # the loop looks after these itself, at the next signal
+            os.waitpid(ended.si_pid, 0)
+    except ChildProcessError:
+        pass  # there are no children at all
