@@ -18,7 +18,7 @@ endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup lock train test test-launchers test-gpu lint types format check docs clean bench-startup bench-mnist bench-data bench-gpu
+.PHONY: help setup lock train test test-launchers test-gpu lint types format check docs clean bench-startup bench-mnist bench-data bench-saving bench-gpu
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -59,6 +59,9 @@ bench-mnist: .venv/.trainer ## print the time of a whole MNIST run, start includ
 
 bench-data: .venv/.trainer ## print the speed of reading pictures beside the classic way; TRAINER_TEST_DATA holds imagenet-sample/
 	.venv/bin/python benchmarks/data.py $(ARGS)
+
+bench-saving: .venv/.trainer ## print how long a save keeps training waiting, beside torch.save with fsync
+	.venv/bin/python benchmarks/saving.py $(ARGS)
 
 bench-gpu: ## print throughput on the visible GPUs, with the torch that PYTHON has
 	$(PYTHON) benchmarks/gpu.py $(ARGS)

@@ -57,7 +57,7 @@ def run_fit(config: Config, device: torch.device) -> float:
             Meter(plan, group, start=0, live=live, pulse=Pulse(Allowance())),
         )
         nothing = Score(0.0, 0.0, 0.0, 0)
-        fit(state, batches, update=update, stop=Stop(), meter=meter, evaluate=lambda: nothing, save=lambda: None)
+        fit(state, batches, update=update, stop=Stop(), meter=meter, evaluate=lambda: nothing, save=lambda last: None)
         wait(device)
         return time.monotonic() - began
 

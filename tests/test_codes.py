@@ -11,6 +11,7 @@ from trainer.codes import (
     CheckpointError,
     DataError,
     Diverged,
+    NoProgress,
     PeerLost,
     SettingError,
     Stopped,
@@ -49,6 +50,7 @@ def test_what_a_new_start_cannot_mend_is_permanent() -> None:
         (DataError, 3, ValueError),
         (CheckpointError, 3, ValueError),
         (Diverged, 4, ArithmeticError),
+        (NoProgress, 5, TrainerError),
         (PeerLost, 170, ConnectionError),
     ],
 )
@@ -66,7 +68,7 @@ def test_a_stop_is_no_error_of_a_person(signum: signal.Signals, code: int) -> No
     assert not isinstance(stopped, TrainerError)
 
 
-@pytest.mark.parametrize("code", [1, 2, 3, 4, 170])
+@pytest.mark.parametrize("code", [1, 2, 3, 4, 5, 170])
 def test_error_for_a_code_of_another_rank(code: int) -> None:
     error = error_for(code, "told by rank 1", shared=True)
     assert str(error) == "told by rank 1"

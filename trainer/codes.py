@@ -7,6 +7,7 @@ Only `cli.py` and `agent.py` turn these into an exit. The tree:
       DataError             3   data that cannot be used
       CheckpointError       3   a checkpoint that cannot be used
       Diverged              4   the loss is not finite
+      NoProgress            5   start after start, and no new checkpoint
       PeerLost            170   a peer, or the rendezvous, did not answer in time
     Stopped         130 / 143   SIGINT or SIGTERM was obeyed
 """
@@ -78,6 +79,12 @@ class Diverged(TrainerError, ArithmeticError):
     code = DIVERGED
 
 
+class NoProgress(TrainerError):
+    """Say how many starts of a run ended without a new checkpoint."""
+
+    code = NO_PROGRESS
+
+
 class PeerLost(TrainerError, ConnectionError):
     """Say who was waited for, where, and how long."""
 
@@ -103,6 +110,7 @@ def error_for(code: int, message: str, *, shared: bool = False) -> TrainerError:
         SETTING: SettingError,
         DATA: DataError,
         DIVERGED: Diverged,
+        NO_PROGRESS: NoProgress,
         PEER_LOST: PeerLost,
     }
     return kinds.get(code, TrainerError)(message, shared=shared)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from trainer import checkpoint, log
+from trainer.beat import Allowance, Pulse
+from trainer.checkpoint import writer
 from trainer.codes import CheckpointError, SettingError
 from trainer.config import build
 from trainer.data import ArraySource, DataSet
@@ -15,9 +19,15 @@ from trainer.evaluate import Score
 from trainer.group import alone
 from trainer.optim import build_optimizer
 from trainer.train.loop import State
-from trainer.train.restore import read_packed, restore_state, save_state, unpacked
+from trainer.train.restore import read_packed, restore_state, save_state, tell_outcome, unpacked
 
 GROUP = alone(torch.device("cpu"))
+
+
+def save(state, run, *, config):
+    told = partial(tell_outcome, pulse=Pulse(Allowance()))
+    with checkpoint.Writer(run / "checkpoints", keep=config.keep, told=told) as saver:
+        save_state(state, saver, config=config, dataset=make_dataset(), group=GROUP, last=True)
 
 
 def make_dataset(fingerprint="f"):
@@ -36,7 +46,7 @@ def saved(tmp_path, **settings):
     state.model(torch.ones(2, 1, 2, 2)).sum().backward()
     state.optimizer.step()
     state.step, state.score, state.scored_at = 7, Score(1.5, 0.25, 0.5, 8), 7
-    save_state(state, tmp_path, config=config, dataset=make_dataset(), group=GROUP)
+    save(state, tmp_path, config=config)
     return config, state
 
 
@@ -100,7 +110,7 @@ def test_resume_takes_a_path_but_the_runs_own_checkpoints_first(tmp_path):
     restore_state(fresh, other, config=config, dataset=make_dataset(), group=GROUP)
     assert fresh.step == 7
     fresh.step = 9
-    save_state(fresh, other, config=config, dataset=make_dataset(), group=GROUP)
+    save(fresh, other, config=config)
     again = make_state(config)
     restore_state(again, other, config=config, dataset=make_dataset(), group=GROUP)
     assert again.step == 9
@@ -115,11 +125,11 @@ def test_the_packed_bytes_hold_every_part(tmp_path):
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, capsys):
-    def refuse(folder, *, keep):
+    def refuse(folder, **how):
         raise checkpoint.SaveFailed("cannot remove step-00000001: Read-only file system")
 
     log.setup("text", rank=0)
-    monkeypatch.setattr(checkpoint, "prune", refuse)
+    monkeypatch.setattr(writer, "prune", refuse)
     saved(tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000007"]
     assert "warning [rank 0] cannot remove step-00000001" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from trainer import __version__, codes, log
 from trainer.cli import launching
 from trainer.cli.environment import Texts, read_environment
 from trainer.cli.options import with_settings
-from trainer.cli.pages import config_page, launch_page, settings_page
+from trainer.cli.pages import checkpoints_page, config_page, launch_page, settings_page
 from trainer.cli.ranks import describe_error
 from trainer.cli.resolved import Job, Resolved
 from trainer.cli.streams import flush, mend_streams
@@ -78,6 +78,13 @@ def evaluate(
 def prepare(resolved: Resolved) -> int:
     """Put data and first weights in place."""
     return launching.run_alone(Job(resolved, "prepare"))
+
+
+@app.command(help="List a run's checkpoints: step, time, size, whether it is valid, which is the best. Reads them all.")
+def checkpoints(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]) -> int:
+    """List a run's checkpoints."""
+    _print(checkpoints_page(run))
+    return codes.OK
 
 
 @app.command("config", help="Show every setting, its value, and where it came from.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from itertools import groupby
+from pathlib import Path
 
 from trainer import devices
 from trainer.cli.launching import count_processes, discover_place, export, launch_warnings
@@ -78,6 +79,20 @@ def settings_page() -> str:
             resume = "must match" if item.tag == "experiment" else "may change"
             parts.append(f"| `{item.flag}` | {_shown(item.default)} | {allowed} | {resume} | {item.help} |\n")
     return "".join([*parts, _CHOICES])
+
+
+def checkpoints_page(run: Path) -> str:
+    """Return a line for each checkpoint of a run, newest first. Raises CheckpointError."""
+    from trainer.checkpoint import listing  # imports torch
+
+    rows = [("step", "when (UTC)", "size", "state")]
+    for row in listing(run):
+        state = f"bad: {row.fault}" if row.fault else "valid, best" if row.best else "valid"
+        rows.append((str(row.step), f"{row.when:%Y-%m-%d %H:%M:%S}", f"{row.size / 1e6:.1f} MB", state))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "".join(
+        f"{'  '.join(f'{cell:<{width}}' for cell, width in zip(row, widths, strict=False))}  {row[3]}\n" for row in rows
+    )
 
 
 def launch_page(resolved: Resolved) -> str:

@@ -1,6 +1,6 @@
 """A run's folder: its name, what it records, whether it is finished, and whether it fits the settings given now.
 
-Only rank 0 touches it. Checkpoints inside it are `checkpoint.py`'s.
+Only rank 0 touches it. Checkpoints inside it are `checkpoint`'s.
 """
 
 from __future__ import annotations
@@ -9,12 +9,17 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.codes import CheckpointError, SettingError, TrainerError
+from trainer import checkpoint, log
+from trainer.codes import CheckpointError, SettingError, Stopped, TrainerError
 from trainer.config import Config, Scalar, experiment, settings
+from trainer.group import Group
+
+#: Seconds beside --grace that a run which is ending may go on holding its folder.
+_MORE_THAN_GRACE = 30.0
 
 CONFIG, SUMMARY, CHECKPOINTS = "config.json", "summary.json", "checkpoints"
 
@@ -22,6 +27,45 @@ CONFIG, SUMMARY, CHECKPOINTS = "config.json", "summary.json", "checkpoints"
 def plain(value: Scalar) -> Scalar:
     """Return a setting's value as JSON holds it."""
     return str(value) if isinstance(value, Path) else value
+
+
+@contextlib.contextmanager
+def opened(config: Config, *, sources: Mapping[str, str], group: Group) -> Iterator[Path]:
+    """Open this run's folder on rank 0, and hold it, so that no second run writes there; give its path on every rank.
+
+    Raises:
+        SettingError: as `open_folder`.
+        NoProgress: --max-starts have ended without a new checkpoint.
+        PeerLost: another process holds the folder.
+    """
+    with contextlib.ExitStack() as stack:
+        path = group.from_rank_0(lambda: os.fsencode(_open_and_hold(config, sources=sources, stack=stack)))
+        folder = Path(os.fsdecode(path))
+        try:
+            yield folder
+        except Stopped:
+            if group.rank == 0:
+                checkpoint.take_back(folder)
+            raise
+
+
+def _open_and_hold(config: Config, *, sources: Mapping[str, str], stack: contextlib.ExitStack) -> Path:
+    if config.run_name is not None:
+        named = config.runs_dir / config.run_name
+        if is_finished(named):
+            return open_folder(config, sources=sources)
+        with contextlib.suppress(OSError):  # told below
+            named.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(checkpoint.hold(named, wait_seconds=config.grace + _MORE_THAN_GRACE))
+    folder = open_folder(config, sources=sources)
+    if config.run_name is None:
+        stack.enter_context(checkpoint.hold(folder, wait_seconds=config.grace + _MORE_THAN_GRACE))
+    if not is_finished(folder):
+        for left in checkpoint.sweep(folder / CHECKPOINTS):
+            log.info(f"removed {left}, which a run that was killed had left")
+        newest = next((checkpoint.step_of(path) for path in checkpoint.find(folder / CHECKPOINTS)), None)
+        checkpoint.count_start(folder, step=newest or 0, most=config.max_starts)
+    return folder
 
 
 def open_folder(config: Config, *, sources: Mapping[str, str]) -> Path:

@@ -35,6 +35,7 @@ class State:
         network: what a step calls: the model, or a wrapper around it.
         step: optimizer steps done.
         score: the last evaluation, with the step it was made at.
+        best: step, accuracy and loss of the best evaluation so far.
         skipped: how many samples could not be read and were replaced, over all ranks.
         checked: whether a step has shown that every weight takes part.
     """
@@ -45,6 +46,7 @@ class State:
     step: int = 0
     score: Score | None = None
     scored_at: int = 0
+    best: dict[str, float] | None = None
     skipped: int = 0
     checked: bool = False
 
@@ -107,7 +109,7 @@ def fit(
     stop: Stop,
     meter: Meter,
     evaluate: Callable[[], Score],
-    save: Callable[[], None],
+    save: Callable[[bool], None],
 ) -> None:
     """Train from `state.step` to the end of the plan; every rank runs the same steps.
 
@@ -148,16 +150,26 @@ def fit(
             try:
                 with meter.time("evaluate"):
                     state.score, state.scored_at = evaluate(), state.step
+                saves = _is_best(state) or saves
             except Stopped as stopped:
                 signum = stopped.signum
             except DataError:
-                save()  # the step is good, whatever the test set is
+                save(True)  # the step is good, whatever the test set is
                 raise
         if signum or saves:
             with meter.time("save"):
-                save()  # rank 0 writes; the others go on to the next collective
+                save(bool(signum) or state.step == plan.steps)  # rank 0 writes; the others go on to the next collective
         if signum:
             raise Stopped(signum)
+
+
+def _is_best(state: State) -> bool:
+    """Tell whether the last evaluation is the best so far, and remember it if it is."""
+    score = state.score
+    if score is None or not score.samples or (state.best is not None and score.accuracy <= state.best["accuracy"]):
+        return False
+    state.best = {"step": state.step, "accuracy": score.accuracy, "loss": score.loss}
+    return True
 
 
 @contextlib.contextmanager

@@ -6,9 +6,9 @@ import contextlib
 import dataclasses
 import inspect
 import math
-import os
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer import log, optim
+from trainer import checkpoint, log, optim
 from trainer.beat import Phase
 from trainer.codes import DataError, SettingError
 from trainer.config import Config
@@ -32,7 +32,7 @@ from trainer.train.meter import Meter
 from trainer.train.plan import Plan, check_skipped, make_plan
 from trainer.train.prepare import Prepare, open_trace
 from trainer.train.report import Facts, describe, finish
-from trainer.train.restore import restore_state, save_state
+from trainer.train.restore import restore_state, save_state, tell_outcome
 from trainer.train.start import Choice, Start, choose, identity
 
 
@@ -82,9 +82,7 @@ def run(start: Start) -> None:
     start.pulse.beat(Phase.PREPARE)
     prepare(config)
     start.pulse.beat(Phase.SETUP)
-    with joined(start) as (choice, group):
-        opened = group.from_rank_0(lambda: os.fsencode(folders.open_folder(config, sources=start.sources)))
-        folder = Path(os.fsdecode(opened))
+    with joined(start) as (choice, group), folders.opened(config, sources=start.sources, group=group) as folder:
         start.pulse.tell(folder.name)
         if group.from_rank_0(lambda: b"yes" if folders.is_finished(folder) else b""):
             log.info(f"{folder} is finished: nothing to do")
@@ -187,13 +185,18 @@ def _train(start: Start, state: State, *, folder: Path, dataset: DataSet, plan: 
         check_finite(score, step=state.step)
         return score
 
-    def save() -> None:
-        save_state(state, folder, config=config, dataset=dataset, group=group)
+    writer = checkpoint.Writer(
+        folder / folders.CHECKPOINTS, keep=config.keep, told=partial(tell_outcome, pulse=start.pulse)
+    )
+
+    def save(last: bool) -> None:
+        save_state(state, writer, config=config, dataset=dataset, group=group, last=last)
 
     loading |= {"seed": config.seed, "global_batch": plan.global_batch, "start": state.step, "steps": plan.steps}
     live = Live(wanted=group.rank == 0 and config.log_format == "text")
     with (
         live,
+        writer,
         open_trace(config.trace, rank=group.rank) as trace,
         train_batches(dataset, **loading) as batches,
     ):

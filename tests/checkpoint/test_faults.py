@@ -168,8 +168,9 @@ def _effects(act: Callable[[Files], Any]) -> int:
 
 
 def test_save_has_the_expected_file_effects(tmp_path: Path) -> None:
-    # Two folders, four files each written and synced, the temporary synced, renamed, the parent synced.
-    assert _effects(lambda files: _save(tmp_path / "checkpoints", 2, files=files)) == 2 + 4 * 2 + 3
+    # The folder and its parent's sync, the temporary one, four files each written and synced, the temporary synced, renamed, the
+    # parent synced.
+    assert _effects(lambda files: _save(tmp_path / "checkpoints", 2, files=files)) == 2 + 1 + 4 * 2 + 3
 
 
 @pytest.mark.parametrize("at", range(12))
