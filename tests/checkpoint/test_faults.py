@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.checkpoint import MANIFEST, Files, SaveFailed, find, parse, prune, read, read_newest, save
+from tests.conftest import ROOT
+from trainer.checkpoint import MANIFEST, Files, SaveFailed, find, parse, prune, read, read_newest, save, sweep, verify
 from trainer.codes import UNEXPECTED, CheckpointError
 
 PARTS = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
@@ -71,9 +76,10 @@ def test_damaged_file_is_named_and_the_checkpoint_before_is_used(
 ) -> None:
     before, newest = _save(tmp_path, 9), _save(tmp_path, 10)
     damage(newest / name)
-    with pytest.raises(CheckpointError, match=name) as caught:
-        read(newest)
-    assert str(newest) in str(caught.value)
+    for look in (read, verify):
+        with pytest.raises(CheckpointError, match=name) as caught:
+            look(newest)
+        assert str(newest) in str(caught.value)
     path, files, passed = read_newest(tmp_path)
     assert path == before
     assert parse(files).step == 9
@@ -137,7 +143,7 @@ class Breaking(Files):
         self._count()
         super().mkdir(path)
 
-    def write(self, path: Path, data: bytes) -> None:
+    def write(self, path: Path, data: bytes | memoryview) -> None:
         if self.effects == self.at:
             super().write(path, data[: len(data) // 2])
         self._count()
@@ -168,9 +174,8 @@ def _effects(act: Callable[[Files], Any]) -> int:
 
 
 def test_save_has_the_expected_file_effects(tmp_path: Path) -> None:
-    # The folder and its parent's sync, the temporary one, four files each written and synced, the temporary synced, renamed, the
-    # parent synced.
-    assert _effects(lambda files: _save(tmp_path / "checkpoints", 2, files=files)) == 2 + 1 + 4 * 2 + 3
+    # Two folders, the first synced in its parent; four files written and synced; the temporary synced, renamed, its parent synced.
+    assert _effects(lambda files: _save(tmp_path / "checkpoints", 2, files=files)) == 3 + 4 * 2 + 3
 
 
 @pytest.mark.parametrize("at", range(12))
@@ -219,6 +224,117 @@ def test_file_size_limit_is_reported_with_path_and_free_space(tmp_path: Path) ->
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert _tree(tmp_path) == before
     assert _names(tmp_path) == ["step-00000001"]
+
+
+IN_A_SMALL_DISK = """
+import json, subprocess, sys
+from pathlib import Path
+import torch
+from trainer.checkpoint import SaveFailed, hold, read_newest, save
+from trainer.codes import SettingError
+
+def attempt(step, numbers):
+    try:
+        save(folder, step=step, model={"weight": torch.ones(numbers)}, optimizer={}, state={})
+    except SaveFailed as error:
+        return str(error)
+
+def tree():
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+def held():
+    try:
+        with hold(folder.parent, wait_seconds=0):
+            return ""
+    except SettingError as error:
+        return str(error)
+
+folder = Path(sys.argv[1]) / "checkpoints"
+told = {"fits": attempt(1, 10)}
+before = tree()
+told["full"] = attempt(2, 1_000_000)
+told["unchanged"] = tree() == before and [path.name for path in folder.iterdir()] == ["step-00000001"]
+told["fits again"] = attempt(3, 20)
+subprocess.run(["mount", "-o", "remount,ro", sys.argv[1]], check=True)
+told |= {"read-only": attempt(4, 20), "held": held(), "newest": read_newest(folder)[0].name}
+print(json.dumps(told))
+"""
+
+
+def test_full_and_read_only_disks_are_reported_and_leave_the_older_checkpoints(tmp_path: Path) -> None:
+    mount = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs "$0" && exec "$@"', tmp_path]
+    command = [*mount, sys.executable, "-W", "error", "-c", IN_A_SMALL_DISK, tmp_path]
+    run = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    told = json.loads(run.stdout)
+    assert told.pop("full").startswith(
+        f"cannot save checkpoint {tmp_path}/checkpoints/step-00000002: No space left on device; 1.0 MB are free there"
+    )
+    assert "step-00000004: Read-only file system; " in told.pop("read-only")
+    assert told.pop("held").startswith(f"the run folder {tmp_path} cannot be written (Read-only file system, as uid 0)")
+    assert told == {"fits": None, "unchanged": True, "fits again": None, "newest": "step-00000003"}
+
+
+class Removing(Breaking):
+    """Remove a folder before file effect number `at`."""
+
+    def __init__(self, at: int, *, folder: Path) -> None:
+        super().__init__(at)
+        self.folder = folder
+
+    def _count(self) -> None:
+        number, self.effects = self.effects, self.effects + 1
+        if number == self.at:
+            shutil.rmtree(self.folder)
+
+    write = Files.write  # the folder goes at another effect: nothing to be half written
+    rmtree = Files.rmtree
+
+
+@pytest.mark.parametrize("removed", ["run", "run/checkpoints"])
+@pytest.mark.parametrize("at", range(8))
+def test_folder_that_is_removed_during_a_save_is_reported_and_then_made_again(
+    tmp_path: Path, removed: str, at: int
+) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    _save(folder, 1)
+    with pytest.raises(SaveFailed, match=r"step-00000002: No such file or directory; .* MB are free"):
+        _save(folder, 2, files=Removing(at, folder=tmp_path / removed))
+    assert _save(folder, 3).is_dir()
+    assert _names(folder) == ["step-00000003"]
+
+
+class Corrupting(Files):
+    """Flip a bit of one file while it is written, and tell nobody."""
+
+    def write(self, path: Path, data: bytes | memoryview) -> None:
+        super().write(path, data)
+        if path.name == "optimizer.safetensors":
+            _flip(path)
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_save_that_reads_back_otherwise_fails_and_replaces_nothing(tmp_path: Path, step: int) -> None:
+    _save(tmp_path, 2)
+    before = _tree(tmp_path)
+    with pytest.raises(
+        SaveFailed, match=rf"step-0000000{step}: .*optimizer\.safetensors is not what manifest\.json says"
+    ):
+        _save(tmp_path, step, seed=1, files=Corrupting())
+    assert _tree(tmp_path) == before
+    assert _names(tmp_path) == ["step-00000002"]
+
+
+def test_folder_without_fsync_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):  # noqa: PTH112 - a link to the folder
+            raise OSError(22, "Invalid argument")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert _save(tmp_path / "checkpoints", 1).is_dir()
 
 
 def test_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
@@ -282,3 +398,39 @@ def test_prune_that_fails_leaves_no_half_checkpoint(tmp_path: Path) -> None:
         assert all(parse(read(path)).step for path in find(tmp_path))
         prune(tmp_path, keep=1)
         assert _names(tmp_path) == ["step-00000003"]
+
+
+# What killed runs left.
+
+
+def test_sweep_removes_what_is_temporary_and_nothing_else(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    (tmp_path / ".tmp-save-step-00000002").mkdir()
+    (tmp_path / ".tmp-save-step-00000002" / "model.safetensors").write_bytes(b"half")
+    (tmp_path / ".tmp-config.json").write_text("{")
+    (tmp_path / ".tmp-link").symlink_to(tmp_path / "step-00000001")
+    (tmp_path / "mine").mkdir()
+    swept = sweep(tmp_path)
+    assert [path.name for path in swept] == [".tmp-config.json", ".tmp-link", ".tmp-save-step-00000002"]
+    assert _names(tmp_path) == ["mine", "step-00000001"]
+    assert sweep(tmp_path) == sweep(tmp_path / "missing") == []
+    assert len(read(tmp_path / "step-00000001")) == 3
+
+
+@pytest.mark.parametrize(("arrived", "seed"), [(True, 1), (False, 0)])
+def test_sweep_ends_a_replacement_that_was_cut_off(tmp_path: Path, arrived: bool, seed: int) -> None:
+    older = _save(tmp_path, 5, seed=0).rename(tmp_path / "aside")
+    newer = _save(tmp_path, 5, seed=1)
+    older.rename(tmp_path / "step-00000005.old")
+    if not arrived:
+        _empty(newer / "model.safetensors")
+    sweep(tmp_path)
+    assert _names(tmp_path) == ["step-00000005"]
+    assert parse(read(newer)).model["count"].item() == 2**40 + seed
+
+
+def test_sweep_that_is_refused_says_where(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-save-step-00000002").mkdir()
+    (tmp_path / ".tmp-save-step-00000002" / "model.safetensors").write_bytes(b"half")
+    with pytest.raises(SaveFailed, match=f"cannot remove what a killed run left in {tmp_path}: No space"):
+        sweep(tmp_path, files=Breaking(0))

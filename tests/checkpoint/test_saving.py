@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint import (
     MANIFEST,
+    best_step,
     find,
     parse,
     prune,
@@ -23,7 +25,7 @@ from trainer.checkpoint import (
     save,
     weights_digest,
 )
-from trainer.codes import CheckpointError
+from trainer.codes import CheckpointError, SettingError
 
 PARTS = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 
@@ -102,13 +104,43 @@ def test_manifest_holds_what_sha256sum_and_ls_would_say(tmp_path: Path) -> None:
     }
 
 
-def test_folders_can_be_written_by_their_group(tmp_path: Path) -> None:
+def test_folders_can_be_written_and_files_read_by_their_group(tmp_path: Path) -> None:
     old = os.umask(0o077)
     try:
-        path = _save(tmp_path / "checkpoints", 1)
+        path = _save(tmp_path / "run" / "checkpoints", 1)
     finally:
         os.umask(old)
-    assert [folder.stat().st_mode & 0o070 for folder in (path, path.parent)] == [0o070, 0o070]
+    assert {folder.stat().st_mode & 0o077 for folder in (path, path.parent, path.parent.parent)} == {0o070}
+    assert {file.stat().st_mode & 0o077 for file in path.iterdir()} == {0o040}
+
+
+def test_files_are_what_the_safetensors_library_reads_tensors_where_they_should_lie(tmp_path: Path) -> None:
+    path = save(tmp_path, step=1, model=_tensors(), optimizer={"ünï": torch.ones(3)}, state={}) / "model.safetensors"
+    with safetensors.safe_open(path, framework="pt") as file:
+        assert {name: _raw(file.get_tensor(name)) for name in file.keys()} == {  # noqa: SIM118 - it is no mapping
+            name: _raw(tensor) for name, tensor in _tensors().items()
+        }
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    assert (8 + length) % 64 == 0
+    for name, place in json.loads(data[8 : 8 + length]).items():
+        assert place["data_offsets"][0] % _tensors()[name].element_size() == 0
+
+
+NAMES = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 complex64 int64 int32 int16 int8 bool"
+
+
+@pytest.mark.parametrize("name", [*NAMES.split(), "uint64", "uint32", "uint16", "uint8"])
+def test_every_type_comes_back(tmp_path: Path, name: str) -> None:
+    tensor = torch.tensor([0, 1, 1, 0, 1]).to(getattr(torch, name))
+    loaded = parse(read(save(tmp_path, step=1, model={"a": tensor, "b": tensor[0]}, optimizer={}, state={})))
+    assert {name: _raw(value) for name, value in loaded.model.items()} == {"a": _raw(tensor), "b": _raw(tensor[0])}
+
+
+def test_type_that_no_checkpoint_holds_is_named(tmp_path: Path) -> None:
+    tensors = {"angle": torch.zeros(2, dtype=torch.complex128)}
+    with pytest.raises(SettingError, match=r"tensor 'angle' is torch\.complex128, which a checkpoint cannot hold"):
+        save(tmp_path, step=1, model=tensors, optimizer={}, state={})
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
@@ -156,6 +188,19 @@ def test_prune_keeps_the_newest(tmp_path: Path) -> None:
     assert [path.name for path in prune(tmp_path, keep=2)] == ["step-00000010", "step-00000009"]
     assert _names(tmp_path) == ["step-00099999", "step-00100000"]
     assert prune(tmp_path, keep=2) == []
+
+
+@pytest.mark.parametrize(("best", "left"), [(1, [1, 3, 4]), (4, [3, 4]), (7, [3, 4]), (None, [3, 4])])
+def test_prune_keeps_the_best_beside_the_newest(tmp_path: Path, best: int | None, left: list[int]) -> None:
+    for step in (1, 2, 3, 4):
+        _save(tmp_path, step)
+    prune(tmp_path, keep=2, best=best)
+    assert _names(tmp_path) == [f"step-{step:08d}" for step in left]
+
+
+def test_best_is_what_the_state_says() -> None:
+    assert best_step({"best": {"step": 40, "accuracy": 0.5, "loss": 1.0}}) == 40
+    assert [best_step(state) for state in ({}, {"best": None}, {"best": 0.5})] == [None, None, None]
 
 
 def test_prune_removes_nothing_while_no_newer_one_is_valid(tmp_path: Path) -> None:

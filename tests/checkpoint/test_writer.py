@@ -1,94 +1,245 @@
-"""Saving in the background: what is written is the state of the moment, one save at a time, and failures are told and counted."""
+"""Saving in the background: what is written, what is skipped, how failures are told, and what a fork does to it."""
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from trainer import checkpoint
-from trainer.checkpoint import Files, Outcome, SaveFailed, Writer
+from trainer.checkpoint import Files, Outcome, SaveFailed, Writer, find, parse, read
+from trainer.checkpoint.packing import Snapshot
+from trainer.codes import SettingError
 
 
-class Slow(Files):
-    """A disk whose first write waits until it is let go, or that is full."""
+class Gate(Files):
+    """Let a write go on only once the gate is open."""
 
     def __init__(self) -> None:
-        self.go, self.is_full = threading.Event(), False
-        self.go.set()
+        self.open, self.reached = threading.Event(), threading.Event()
 
-    def write(self, path: Path, data: object) -> None:
-        assert self.go.wait(60)
-        if self.is_full:
-            raise OSError(28, "No space left on device")
-        super().write(path, data)  # type: ignore[arg-type]
+    def write(self, path: Path, data: bytes | memoryview) -> None:
+        self.reached.set()
+        assert self.open.wait(60)
+        super().write(path, data)
+
+
+class Failing(Files):
+    """Raise `error`, while there is one, at the effect of its name."""
+
+    def __init__(self, error: Exception | None, *, effect: str = "write") -> None:
+        self.error, self.effect = error, effect
+
+    def write(self, path: Path, data: bytes | memoryview) -> None:
+        if self.error and self.effect == "write":
+            raise self.error
+        super().write(path, data)
+
+    def rmtree(self, path: Path) -> None:
+        if self.error and self.effect == "rmtree":
+            raise self.error
+        super().rmtree(path)
+
+
+FULL = OSError(28, "No space left on device")
+
+
+def _state(value: float, best: int | None = None) -> dict[str, Any]:
+    told = None if best is None else {"step": best, "accuracy": 0.5, "loss": 1.0}
+    return {
+        "model": {"weight": torch.full((3, 2), value), "count": torch.tensor(int(value))},
+        "optimizer": {"momentum_buffer/weight": torch.full((3, 2), -value)},
+        "state": {"best": told},
+    }
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.fixture
-def disk() -> Iterator[Slow]:
-    disk = Slow()
-    yield disk
-    disk.go.set()
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.open.set()
 
 
-def state(value: float) -> dict[str, torch.Tensor]:
-    return {"weight": torch.full((1000,), value)}
-
-
-def submit(writer: Writer, step: int, model: dict[str, torch.Tensor], **more: object) -> bool:
-    return writer.submit(step=step, model=model, optimizer={"m/weight": model["weight"] * 2}, state={}, **more)  # type: ignore[arg-type]
-
-
-def test_state_of_the_moment_is_written_although_training_goes_on(disk: Slow, tmp_path: Path) -> None:
-    model = state(1.0)
-    with Writer(tmp_path, keep=3, files=disk) as writer:
-        disk.go.clear()
-        assert submit(writer, 1, model)
-        model["weight"].fill_(-1.0)
-        disk.go.set()
-        (outcome,) = writer.poll(wait=True)
-    assert outcome.error is None
-    saved = checkpoint.parse(checkpoint.read(tmp_path / "step-00000001"))
-    assert saved.model["weight"].unique().tolist() == [1.0]
-    assert saved.optimizer["m/weight"].unique().tolist() == [2.0]
-
-
-def test_save_that_comes_due_meanwhile_is_skipped_and_counted_and_the_last_waits(disk: Slow, tmp_path: Path) -> None:
+def test_state_of_the_moment_is_written_while_training_goes_on(tmp_path: Path, gate: Gate) -> None:
     told: list[Outcome] = []
-    with Writer(tmp_path, keep=9, files=disk, told=told.append) as writer:
-        disk.go.clear()
-        assert submit(writer, 1, state(1))
-        assert not submit(writer, 2, state(2))
-        assert writer.skipped == 1
-        threading.Timer(0.2, disk.go.set).start()
-        outcome = writer.save(step=3, model=state(3), optimizer={}, state={})
+    with Writer(tmp_path, keep=3, files=gate, told=told.append) as writer:
+        moving = _state(7.0)
+        assert writer.submit(step=7, **moving)
+        assert gate.reached.wait(60)
+        for tensors in (moving["model"], moving["optimizer"]):
+            for tensor in tensors.values():
+                tensor.add_(1)
+        moving["state"]["best"] = {"step": 99}
+        assert writer.is_busy
+        assert writer.poll() == []
+        gate.open.set()
+        (outcome,) = writer.poll(wait=True)
+    assert (outcome.step, outcome.path, outcome.error, outcome.warning) == (7, tmp_path / "step-00000007", None, "")
+    assert outcome.seconds == writer.seconds > 0
+    assert told == [outcome]
+    loaded = parse(read(tmp_path / "step-00000007"))
+    assert torch.equal(loaded.model["weight"], torch.full((3, 2), 7.0))
+    assert torch.equal(loaded.optimizer["momentum_buffer/weight"], torch.full((3, 2), -7.0))
+    assert (loaded.model["count"].item(), loaded.state) == (7, {"best": None})
+
+
+def test_save_that_comes_due_during_another_is_skipped_and_counted(tmp_path: Path, gate: Gate) -> None:
+    with Writer(tmp_path, keep=3, files=gate) as writer:
+        assert writer.submit(step=1, **_state(1.0))
+        assert not writer.submit(step=2, **_state(2.0))
+        assert not writer.submit(step=3, **_state(3.0))
+        gate.open.set()
+        writer.poll(wait=True)
+        assert writer.submit(step=4, **_state(4.0))
+    assert (writer.skipped, writer.failed) == (2, 0)
+    assert [outcome.step for outcome in writer.poll()] == [4]
+    assert _names(tmp_path) == ["step-00000001", "step-00000004"]
+
+
+def test_best_and_last_save_wait_instead_of_being_skipped(tmp_path: Path, gate: Gate) -> None:
+    with Writer(tmp_path, keep=3, files=gate) as writer:
+        assert writer.submit(step=1, **_state(1.0))
+        timer = threading.Timer(0.05, gate.open.set)
+        timer.start()
+        assert writer.submit(step=2, wait=True, **_state(2.0))
+        outcome = writer.save(step=3, **_state(3.0))
+        timer.join()
     assert outcome.path == tmp_path / "step-00000003"
-    assert [one.step for one in told] == [1, 3]
-    assert [path.name for path in checkpoint.find(tmp_path)] == ["step-00000003", "step-00000001"]
-
-
-def test_failures_are_counted_in_a_row_and_a_good_save_ends_the_row(disk: Slow, tmp_path: Path) -> None:
-    with Writer(tmp_path, keep=9, files=disk) as writer:
-        disk.is_full = True
-        for step in (1, 2):
-            submit(writer, step, state(step), wait=True)
-            (outcome,) = writer.poll(wait=True)
-            assert "No space left on device" in str(outcome.error)
-        assert (writer.failed, writer.failed_in_a_row) == (2, 2)
-        with pytest.raises(SaveFailed, match=r"MB are free"):
-            writer.save(step=3, model=state(3), optimizer={}, state={})
-        disk.is_full = False
-        writer.save(step=4, model=state(4), optimizer={}, state={})
-        assert (writer.failed, writer.failed_in_a_row) == (3, 0)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
+    assert [told.step for told in writer.poll()] == [1, 2, 3]
+    assert writer.skipped == 0
+    assert [parse(read(path)).model["count"].item() for path in find(tmp_path)] == [3, 2, 1]
 
 
 def test_newest_and_the_best_stay(tmp_path: Path) -> None:
     with Writer(tmp_path, keep=2) as writer:
         for step in range(1, 7):
-            best = {"best": {"step": 2, "accuracy": 0.5, "loss": 1.0}}
-            writer.save(step=step, model=state(step), optimizer={}, state=best)
-    assert [checkpoint.step_of(path) for path in checkpoint.find(tmp_path)] == [6, 5, 2]
+            writer.save(step=step, **_state(step, best=2 if step > 1 else None))
+    assert _names(tmp_path) == [f"step-0000000{step}" for step in (2, 5, 6)]
+
+
+def test_failures_are_told_and_counted_and_a_good_save_ends_the_row(tmp_path: Path) -> None:
+    files = Failing(FULL)
+    with Writer(tmp_path, keep=3, files=files) as writer:
+        for step in (1, 2):
+            assert writer.submit(step=step, wait=True, **_state(step))
+        first, second = writer.poll(wait=True)
+        assert (writer.failed, writer.failed_in_a_row, writer.seconds) == (2, 2, 0.0)
+        for outcome in (first, second):
+            assert isinstance(outcome.error, SaveFailed)
+            assert outcome.path is None
+            where = f"step-0000000{outcome.step}: No space left on device; "
+            assert where in str(outcome.error)
+            assert " MB are free there" in str(outcome.error)
+        with pytest.raises(SaveFailed, match="step-00000003: No space"):
+            writer.save(step=3, **_state(3.0))
+        assert writer.poll() == []
+        files.error = None
+        assert writer.save(step=4, **_state(4.0)).error is None
+        assert (writer.failed, writer.failed_in_a_row) == (3, 0)
+    assert _names(tmp_path) == ["step-00000004"]
+
+
+def test_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path: Path) -> None:
+    with Writer(tmp_path, keep=1, files=Failing(OSError(30, "Read-only file system"), effect="rmtree")) as writer:
+        writer.save(step=1, **_state(1.0))
+        outcome = writer.save(step=2, **_state(2.0))
+    assert outcome.error is None
+    assert outcome.warning == f"cannot remove old checkpoints in {tmp_path}: Read-only file system"
+    assert (writer.failed, find(tmp_path)) == (0, [tmp_path / "step-00000002"])
+
+
+def test_mistake_in_the_thread_is_raised_where_training_sees_it(tmp_path: Path) -> None:
+    files = Failing(ZeroDivisionError("a mistake"))
+    writer = Writer(tmp_path, keep=3, files=files)
+    writer.submit(step=1, **_state(1.0))
+    with pytest.raises(ZeroDivisionError, match="a mistake"):
+        writer.poll(wait=True)
+    assert writer.poll() == []
+    writer.submit(step=2, **_state(2.0))
+    with pytest.raises(ZeroDivisionError, match="a mistake"):
+        writer.close()
+    files.error = None
+    writer.save(step=3, **_state(3.0))
+    assert _names(tmp_path) == ["step-00000003"]
+
+
+def test_save_that_is_under_way_is_not_lost_when_training_ends_in_an_error(tmp_path: Path, gate: Gate) -> None:
+    def train() -> None:
+        with Writer(tmp_path, keep=3, files=gate) as writer:
+            writer.submit(step=1, **_state(1.0))
+            threading.Timer(0.05, gate.open.set).start()
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        train()
+    assert _names(tmp_path) == ["step-00000001"]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_fork_while_a_save_is_under_way_harms_neither_side(tmp_path: Path, gate: Gate) -> None:
+    def child() -> None:  # as much as a loader's process could ever want
+        with Writer(tmp_path / "child", keep=1) as own:
+            own.save(step=1, **_state(5.0))
+
+    with Writer(tmp_path / "parent", keep=3, files=gate) as writer:
+        writer.submit(step=1, **_state(1.0))
+        assert gate.reached.wait(60)
+        processes = [multiprocessing.get_context("fork").Process(target=child) for _ in range(2)]
+        processes[0].start()
+        processes[0].join(60)
+        gate.open.set()
+        processes[1].start()  # at some moment of the writing
+        processes[1].join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    for side, value in (("parent", 1), ("child", 5)):
+        assert parse(read(tmp_path / side / "step-00000001")).model["count"].item() == value
+
+
+# The memory that is kept.
+
+
+def _address(data: memoryview) -> int:
+    return torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+
+
+def test_memory_is_used_again_until_the_tensors_are_others() -> None:
+    snapshot, tensors = Snapshot(), {"a": torch.zeros(100, 3)}
+    first = snapshot.take({"file": tensors})["file"]
+    second = snapshot.take({"file": {"a": torch.ones(100, 3)}})["file"]
+    assert _address(first) == _address(second)
+    assert bytes(first) == bytes(second)
+    assert bytes(second[-4:]) == torch.ones(1).numpy().tobytes()
+    others: list[dict[str, Tensor]] = [
+        {"b": torch.zeros(100, 3)},
+        {"a": torch.zeros(3, 100)},
+        {"a": torch.zeros(100, 3, dtype=torch.int32)},
+        {},
+    ]
+    for other in others:
+        assert b"data_offsets" in bytes(snapshot.take({"file": other})["file"]) or not other
+        again = snapshot.take({"file": tensors})["file"]
+        assert bytes(again) == bytes(Snapshot().take({"file": tensors})["file"])
+
+
+def test_reserved_memory_is_the_memory_that_is_used(tmp_path: Path) -> None:
+    with Writer(tmp_path, keep=3) as writer:
+        writer.reserve(model=_state(0.0)["model"], optimizer={})  # another optimizer than the one that comes
+        writer.save(step=1, **_state(3.0))
+    assert parse(read(tmp_path / "step-00000001")).model["count"].item() == 3
+    snapshot, tensors = Snapshot(), {"a": torch.arange(5.0)}
+    snapshot.reserve({"file": tensors})
+    assert bytes(snapshot.take({"file": tensors})["file"]) == bytes(Snapshot().take({"file": tensors})["file"])
+
+
+def test_type_that_cannot_be_saved_is_told_when_memory_is_reserved(tmp_path: Path) -> None:
+    with Writer(tmp_path, keep=3) as writer, pytest.raises(SettingError, match="'z' is torch.complex128"):
+        writer.reserve(model={"z": torch.zeros(1, dtype=torch.complex128)}, optimizer={})

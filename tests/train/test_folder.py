@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import os
+import subprocess
+import sys
 
-from trainer.codes import CheckpointError, SettingError
+import pytest
+import torch
+
+from tests.conftest import ROOT
+from trainer.codes import CheckpointError, PeerLost, SettingError
 from trainer.config import build
+from trainer.group import alone
 from trainer.train import folder as folders
 
 
@@ -89,3 +96,31 @@ def test_a_damaged_json_file_is_named(tmp_path, text):
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match=r"config\.json"):
         folders.read_json(path)
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from trainer.checkpoint import hold
+with hold(Path(sys.argv[1]), wait_seconds=0):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_folder_that_another_run_holds_is_not_opened(tmp_path, monkeypatch):
+    config = build({"runs_dir": tmp_path, "run_name": "held", "grace": 0.0})
+    monkeypatch.setattr(folders, "_MORE_THAN_GRACE", 0.3)
+    opened = folders.opened(config, sources={}, group=alone(torch.device("cpu")))
+    (tmp_path / "held").mkdir()
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "held")]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(PeerLost, match=f"is held by process {other.pid}"), opened:
+            pass
+        other.kill()
+    assert not (tmp_path / "held" / "config.json").exists()
+    with folders.opened(config, sources={}, group=alone(torch.device("cpu"))) as folder:
+        assert folder.stat().st_mode & 0o070 == 0o070
+        assert (folder / "config.json").exists()

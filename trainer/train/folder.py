@@ -54,14 +54,18 @@ def _open_and_hold(config: Config, *, sources: Mapping[str, str], stack: context
         named = config.runs_dir / config.run_name
         if is_finished(named):
             return open_folder(config, sources=sources)
-        with contextlib.suppress(OSError):  # told below
+        try:
             named.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(checkpoint.hold(named, wait_seconds=config.grace + _MORE_THAN_GRACE))
+        except OSError:
+            return open_folder(config, sources=sources)  # which tells what is wrong
+        stack.enter_context(checkpoint.hold(named, wait_seconds=config.grace + _MORE_THAN_GRACE))
     folder = open_folder(config, sources=sources)
+    with contextlib.suppress(PermissionError):  # it is another user's of the group, who has done this
+        folder.chmod(folder.stat().st_mode | 0o070)
     if config.run_name is None:
         stack.enter_context(checkpoint.hold(folder, wait_seconds=config.grace + _MORE_THAN_GRACE))
     if not is_finished(folder):
-        for left in checkpoint.sweep(folder / CHECKPOINTS):
+        for left in (*checkpoint.sweep(folder), *checkpoint.sweep(folder / CHECKPOINTS)):
             log.info(f"removed {left}, which a run that was killed had left")
         newest = next((checkpoint.step_of(path) for path in checkpoint.find(folder / CHECKPOINTS)), None)
         checkpoint.count_start(folder, step=newest or 0, most=config.max_starts)
