@@ -207,7 +207,8 @@ def test_a_signal_while_the_agent_starts_is_not_lost(node: AgentRun) -> None:
         process.send_signal(signal.SIGTERM)
         assert node.end()[0] in (143, -signal.SIGTERM)
         for path in node.folder.glob("ready-*"):
-            assert not exists(int(path.read_text()))
+            text = path.read_text()  # nothing, where the child was ended before it wrote its number
+            assert not text or not exists(int(text))
             path.unlink()
 
 
