@@ -131,6 +131,12 @@ class Sign:
     due: float
     text: str
 
+    def silence(self, now: float) -> str:
+        """Say how long there has been no other sign, in which phase, and how long there might have been none."""
+        after = f", after step {self.step}" if self.step >= 0 else ""
+        line = f"no sign of life for {now - self.since:.0f} s in {self.phase.words}{after}"
+        return f"{line}; {self.due - self.since:.0f} s are allowed (--hang-timeout)"
+
 
 class _Record:
     def __init__(self, memory: memoryview) -> None:

@@ -47,9 +47,7 @@ class Hangs:
 
 
 def _describe(sign: Sign, *, now: float, state: str) -> str:
-    after = f", after step {sign.step}" if sign.step >= 0 else ""
-    line = f"no sign of life for {now - sign.since:.0f} s in {sign.phase.words}{after}"
-    line += f"; {sign.due - sign.since:.0f} s are allowed (--hang-timeout)"
+    line = sign.silence(now)
     return f"{line}; {_STATES[state]}" if state in _STATES else line
 
 

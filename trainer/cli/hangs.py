@@ -64,11 +64,7 @@ def _watch(pulse: Pulse, done: threading.Event) -> None:
     while not done.wait(_LOOK_SECONDS):
         sign, now = pulse.read(), time.monotonic()
         if watch.is_overdue(sign, now=now):
-            after = f", after step {sign.step}" if sign.step >= 0 else ""
-            log.error(
-                f"hung: no sign of life for {now - sign.since:.0f} s in {sign.phase.words}{after}; "
-                f"{sign.due - sign.since:.0f} s are allowed (--hang-timeout); stacks of all threads:"
-            )
+            log.error(f"hung: {sign.silence(now)}; stacks of all threads:")
             faulthandler.dump_traceback(file=_STDERR, all_threads=True)
             os._exit(codes.PEER_LOST)
         _set_timer(sign, now=now)
