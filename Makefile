@@ -18,7 +18,7 @@ endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup lock train test test-launchers test-gpu lint types format check docs clean bench-startup bench-mnist bench-data bench-saving bench-gpu
+.PHONY: help setup lock train test test-launchers test-faults test-faults-long test-gpu lint types format check docs clean bench-startup bench-mnist bench-data bench-saving bench-gpu
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -33,6 +33,12 @@ test: .venv/.test ## run the tests, two at a time; ARGS='-k resume' adds options
 
 test-launchers: .venv/.test ## train under every launcher and print one table; root's apt-get adds Slurm and Open MPI first
 	tests/launchers/install.sh && .venv/bin/pytest -n 2 tests/launchers $(ARGS)
+
+test-faults: .venv/.test ## break runs on purpose: kills, signals, hangs, disks, lost peers; prints what it took to go on
+	.venv/bin/pytest -n 2 tests/faults $(ARGS)
+
+test-faults-long: .venv/.test ## the same with the long counts
+	.venv/bin/pytest -n 2 tests/faults -m "not gpu" $(ARGS)
 
 test-gpu: ## run the tests that need GPUs, with the torch that PYTHON has
 	$(PYTHON) -m pytest -m gpu $(ARGS)

@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
         ours = name.startswith("TRAINER_") and not name.startswith("TRAINER_TEST_")
         if ours or name in LAUNCH_NAMES or name.startswith(LAUNCH_PREFIXES):
             del os.environ[name]
-    if config.option.markexpr == "not gpu":
+    if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

@@ -10,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ import safetensors.torch
 import torch
 
 TIMEOUT_SECONDS = 200
+PATIENCE_SECONDS = 100
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,11 @@ class Outcome:
 
 
 class Job:
-    """Start commands in one folder, as one job that shares a run folder."""
+    """Start commands in one folder, as one job that shares a run folder; its processes are found wherever they are in the tree."""
 
     def __init__(self, folder: Path, env: dict[str, str]) -> None:
-        self.folder, self.env = folder, env
+        mark = ("TRAINER_TEST_MARK", uuid.uuid4().hex)
+        self.folder, self.env, self.mark = folder, env | dict([mark]), "=".join(mark).encode()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.started: list[subprocess.Popen[str]] = []
 
@@ -91,6 +95,25 @@ class Job:
     def run(self, *args: str, prefix: Sequence[str] = ("-m", "trainer"), env: dict[str, str] | None = None) -> Outcome:
         """Run one command to its end."""
         return self.outcome(self.start(*args, prefix=prefix, env=env))
+
+    def processes(self) -> dict[int, str]:
+        """Return the command lines of the job's processes that still run, by process id."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                if self.mark in (path / "environ").read_bytes().split(b"\0"):
+                    found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue  # it ended while we looked
+        return found
+
+    def left(self) -> list[str]:
+        """Return the command lines of the job's processes that still run."""
+        return list(self.processes().values())
+
+    def saved_steps(self) -> list[int]:
+        """Return the steps of the checkpoints that are there, oldest first."""
+        return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("runs/job/checkpoints/step-*"))
 
     def clean_up(self) -> None:
         """Kill what is left of every command's process group."""
@@ -150,3 +173,20 @@ def rank_pid(agent: int, rank: int) -> int:
         if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             return pid
     raise AssertionError(f"agent {agent} has no rank {rank} among {children}")
+
+
+def wait_until(fulfilled: Callable[[], object], *, seconds: float = PATIENCE_SECONDS) -> None:
+    """Look again and again until it is so; fail after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not fulfilled():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def reach(process: subprocess.Popen[str], step: int) -> None:
+    """Read the JSON lines of rank 0 until a step is done; the job logs every step."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("{") and "learning_rate" in line and json.loads(line)["step"] >= step:
+            return
+    raise AssertionError(f"the run ended before step {step}: {process.stderr and process.stderr.read()}")

@@ -9,13 +9,12 @@ import signal
 import socket
 import subprocess
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.conftest import Job, rank_pid
+from tests.distributed.conftest import PATIENCE_SECONDS, Job, rank_pid, reach, wait_until
 
 HOST = socket.gethostname()
 SMALL = ("--limit-train", "64", "--limit-test", "20", "--global-batch-size", "8", "--workers", "0")
@@ -25,7 +24,6 @@ ENDLESS = (*TELLING, "--steps", "1000000", "--eval-every", "1000000", "--checkpo
 TWO = ("--nproc-per-node", "2")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 TRAINER = ("-m", "trainer")
-PATIENCE_SECONDS = 100
 #: Of the rank that meets the trouble; the others have none.
 CULPRIT = "TRAINER_TEST_CULPRIT"
 
@@ -91,12 +89,10 @@ def crashes_at_first(config, **_):
 
 
 class Ending(Job):
-    """A job whose processes can be found, wherever they are in the process tree."""
+    """A job that finds the models and data above."""
 
     def __init__(self, folder: Path, env: dict[str, str]) -> None:
-        mark = ("TRAINER_TEST_MARK", uuid.uuid4().hex)
-        super().__init__(folder, env | dict([mark]))
-        self.mark = "=".join(mark).encode()
+        super().__init__(folder, env)
         (folder / "users.py").write_text(USERS)
 
     def start(self, *args: str, **options: object) -> subprocess.Popen[str]:
@@ -107,20 +103,6 @@ class Ending(Job):
         self.env |= {CULPRIT: str(rank)}
         return self
 
-    def left(self) -> list[str]:
-        """Return the command lines of the job's processes that still run."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                if self.mark in (path / "environ").read_bytes().split(b"\0"):
-                    found.append((path / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-            except OSError:
-                continue  # it ended while we looked
-        return found
-
-    def saved_steps(self) -> list[int]:
-        return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("runs/job/checkpoints/step-*"))
-
 
 @pytest.fixture
 def job(tmp_path: Path, job_env: dict[str, str]) -> Iterator[Ending]:
@@ -129,22 +111,6 @@ def job(tmp_path: Path, job_env: dict[str, str]) -> Iterator[Ending]:
     left = made.left()
     made.clean_up()
     assert not left
-
-
-def wait_until(fulfilled: Callable[[], object], *, seconds: float = PATIENCE_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not fulfilled():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
-def reach(process: subprocess.Popen[str], step: int) -> None:
-    """Read the lines of rank 0 until a step is done."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("{") and "learning_rate" in line and json.loads(line)["step"] >= step:
-            return
-    raise AssertionError(f"the run ended before step {step}: {process.stderr and process.stderr.read()}")
 
 
 def end(
