@@ -253,7 +253,7 @@ def _ask(group: Group) -> Any:
             here = {kind: ranks.get(group.rank, ranks.get(group.rank - group.world)) for kind, ranks in flags.items()}
             here = here if step == 3 else {}
             finite = torch.tensor(not here.get("diverged"))
-            agreement.ask(step=step, stop=here.get("stop") or 0, finite=finite, data_failed=bool(here.get("data")))
+            agreement.ask(step=step, stop=here.get("stop") or 0, finite=finite, failed=3 * bool(here.get("data")))
             before = agreement.previous()
             known.append((before, agreement.settled() if step in (3, 6) else before))
         results[name] = known
@@ -276,12 +276,12 @@ def test_all_ranks_agree_on_the_highest_flags(agreed: dict[int, list[Any]], worl
         assert known[2][0] == Verdict(step=2)
         verdict = known[2][1]
         assert verdict.stop == max(flags.get("stop", {0: 0}).values())
-        assert (verdict.diverged, verdict.data_failed) == ("diverged" in flags, "data" in flags)
+        assert (verdict.diverged, verdict.failed) == ("diverged" in flags, 3 * ("data" in flags))
         assert verdict.step == 3
         # What is known stays known; the step is the first bad one.
         last = known[5][1]
         assert replace(last, step=3) == verdict
-        assert last.step == (3 if verdict.diverged or verdict.data_failed else 6)
+        assert last.step == (3 if verdict.diverged or verdict.failed else 6)
 
 
 def test_settling_without_a_question_waits_for_nobody() -> None:
@@ -293,7 +293,7 @@ def test_a_bad_verdict_is_an_error_and_data_come_first() -> None:
     with pytest.raises(Diverged, match="not finite at step 4") as diverged:
         Verdict(step=4, stop=15, diverged=True).raise_if_bad()
     with pytest.raises(DataError, match="at step 5") as data:
-        Verdict(step=5, diverged=True, data_failed=True).raise_if_bad()
+        Verdict(step=5, diverged=True, failed=3).raise_if_bad()
     assert diverged.value.shared
     assert data.value.shared
 

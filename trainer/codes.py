@@ -41,6 +41,10 @@ MEANINGS = {
 PERMANENT = frozenset({SETTING, DATA, DIVERGED, NO_PROGRESS})
 
 
+#: Codes of what obeyed a stop signal.
+STOP_CODES = frozenset({INTERRUPTED, TERMINATED})
+
+
 class TrainerError(Exception):
     """Carry one line for a person (what, where it came from, what to do) and the exit code that goes with it.
 
@@ -102,6 +106,11 @@ class Stopped(Exception):
         super().__init__(f"stopped by signal {signum}")
         self.signum = signum
         self.code = 128 + signum
+
+
+def end_for(code: int, message: str) -> TrainerError | Stopped:
+    """Build what ends all ranks alike with `code`: a stop, which needs no line, or an error with `message` as its line."""
+    return Stopped(code - 128) if code in STOP_CODES else error_for(code, message, shared=True)
 
 
 def error_for(code: int, message: str, *, shared: bool = False) -> TrainerError:

@@ -48,7 +48,7 @@ def evaluate(
 
     Raises:
         Stopped: the ranks agreed to stop; nothing is scored.
-        DataError: a rank could not read its data.
+        DataError: a rank could not read its data; or TrainerError, where its loader process ended.
         PeerLost: a rank did not take part.
     """
     modes = {module: module.training for module in model.modules()}
@@ -73,7 +73,7 @@ def _add_up(
     fine = torch.tensor(True)
     for number, batch in enumerate(batches, start=1):
         own_error = own_error or batch.error
-        agreement.ask(step=number, stop=stop(), finite=fine, data_failed=bool(batch.error))
+        agreement.ask(step=number, stop=stop(), finite=fine, failed=batch.code)
         if len(batch.labels):
             sums[:4] += _count(model, *prepare(batch))
         if batch.skipped:

@@ -7,6 +7,7 @@ collective or a write at an arbitrary point.
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -17,10 +18,11 @@ class Stop:
 
     Attributes:
         signum: 0 until a signal came, then its number.
+        since: when the first one came, by the monotonic clock; 0.0 until then.
     """
 
     def __init__(self) -> None:
-        self.signum = 0
+        self.signum, self.since = 0, 0.0
 
     def install(self) -> None:
         """Handle SIGTERM and SIGINT by setting the flag, from now on; call in the main thread."""
@@ -28,7 +30,15 @@ class Stop:
             signal.signal(signum, self._receive)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
-        self.signum = signum
+        self.receive(signum)
+
+    def receive(self, signum: int) -> None:
+        """Take note of a stop signal, also of one that another rank received."""
+        self.signum, self.since = signum, self.since or time.monotonic()
+
+    def overdue(self, seconds: float) -> int:
+        """Return the signal if the first one came more than `seconds` ago, else 0."""
+        return self.signum if self.signum and time.monotonic() - self.since > seconds else 0
 
 
 def restore_defaults() -> None:

@@ -234,6 +234,7 @@ def test_lost_worker_becomes_an_error_of_this_and_all_later_batches() -> None:
     assert "a loader process failed at step" in str(batches[first].error)
     assert "exited unexpectedly" in str(batches[first].error)
     assert "\n" not in str(batches[first].error)
+    assert {batch.code for batch in batches[first:]} == {1}  # a new start may help
     assert all(batch.images.shape == (8, *SHAPE) for batch in batches)
     assert not active_children()
 
@@ -270,6 +271,25 @@ def test_stuck_worker_is_killed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> N
         time.sleep(0.2)
     assert [process.exitcode for process in processes if process.exitcode] == [-signal.SIGKILL]
     assert not active_children()
+
+
+def test_a_batch_that_does_not_come_is_waited_for_until_there_is_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "JOIN_SECONDS", 0.3)
+    monkeypatch.setattr(loader, "LOOK_SECONDS", 0.1)
+    asked: list[int] = []
+
+    def stopped() -> int:
+        asked.append(0)
+        return signal.SIGTERM if len(asked) == 5 else 0
+
+    first = int(data.order(0, n=23, positions=np.array([8]))[0])  # of step 1
+    with train(make_dataset(own=True, what="hang", at=first), workers=1, steps=100, stopped=stopped) as batches:
+        good, late, later = next(batches), next(batches), next(batches)
+    assert (good.error, good.code) == (None, 0)
+    assert (late.step, late.code, later.code) == (1, 143, 143)
+    assert "did not come after the stop signal" in str(late.error)
+    assert late.images.shape == (8, *SHAPE)
+    assert len(asked) == 5
 
 
 def test_workers_outlive_stop_signals_to_the_whole_group() -> None:

@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 
 from trainer import codes
 
-#: The codes of a rank that obeyed a stop signal.
-STOP_CODES = frozenset({codes.INTERRUPTED, codes.TERMINATED})
-
 
 @dataclass
 class Ends:
@@ -58,7 +55,7 @@ class Ends:
     @property
     def may_start_again(self) -> bool:
         """Tell whether a new start can mend what ended the ranks."""
-        final = {codes.OK, *STOP_CODES} | codes.PERMANENT
+        final = {codes.OK, *codes.STOP_CODES} | codes.PERMANENT
         return not self.stop and not self.unkillable and self.code not in final
 
 

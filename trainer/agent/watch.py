@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer import codes, log
-from trainer.agent.ends import STOP_CODES, Ends, meaning
+from trainer.agent.ends import Ends, meaning
 from trainer.agent.hangs import Hangs, show_stacks
 from trainer.beat import Records
 
@@ -60,7 +60,7 @@ def watch(children: Sequence[Child], *, grace: float, records: Records | None) -
             if child.process.poll() is not None:
                 _note(child, ends, only=len(children) == 1)
         _reap_orphans(children)
-        if not ends.stop and not ends.hung and (stopped := STOP_CODES & set(ends.codes.values())):
+        if not ends.stop and not ends.hung and (stopped := codes.STOP_CODES & set(ends.codes.values())):
             # A rank was stopped by somebody else: ranks that still wait for it at the start would not hear of it.
             _forward(max(stopped) - 128, running, ends)
         if deadline is None and (ends.stop or any(ends.codes.values())):

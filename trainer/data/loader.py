@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,12 +25,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from trainer import log
+from trainer import codes, log
 from trainer.data.sets import DataSet
 from trainer.data.steps import Arrays, Batch, EvalSteps, Steps, TrainSteps
 
 MOST_WORKERS = 8
 PREFETCH = 2  # batches that each worker has ready
+LOOK_SECONDS = 1.0  # between two looks, while a batch does not come: do the processes live, is it time to stop
 JOIN_SECONDS = 2.0
 SHARED_MEMORY = Path("/dev/shm")
 RANKS_PER_NODE = 8  # so many ranks are taken to share it, at most
@@ -58,6 +59,7 @@ def train_batches(
     workers: int,
     pin: bool,
     skip_bad: bool = False,
+    stopped: Callable[[], int] = lambda: 0,
 ) -> Iterator[Iterator[Batch]]:
     """Give this rank's batches of the steps `start` to `steps` - 1, in order.
 
@@ -65,9 +67,10 @@ def train_batches(
         workers: loader processes; 0 loads in this process. They end with the context.
         pin: put batches into page-locked memory.
         skip_bad: replace a sample that cannot be read by the next good one, and say so in the batch.
+        stopped: asked while a loader process lets this one wait; a signal's number ends the wait, and the batch says so.
     """
     work = TrainSteps(dataset, seed=seed, global_batch=global_batch, rank=rank, world=world, skip_bad=skip_bad)
-    with _batches(work, range(start, steps), workers=workers, pin=pin) as batches:
+    with _batches(work, range(start, steps), workers=workers, pin=pin, stopped=stopped) as batches:
         yield batches
 
 
@@ -81,6 +84,7 @@ def test_batches(
     workers: int,
     pin: bool,
     skip_bad: bool = False,  # noqa: PT028 - no test
+    stopped: Callable[[], int] = lambda: 0,  # noqa: PT028
 ) -> Iterator[Iterator[Batch]]:
     """Give this rank's test samples, rank::world, in order; every rank gets the same number of batches.
 
@@ -88,17 +92,19 @@ def test_batches(
     cannot be read is left out.
     """
     work = EvalSteps(dataset, batch_size=batch_size, rank=rank, world=world, skip_bad=skip_bad)
-    with _batches(work, range(len(work)), workers=workers, pin=pin) as batches:
+    with _batches(work, range(len(work)), workers=workers, pin=pin, stopped=stopped) as batches:
         yield batches
 
 
 @contextlib.contextmanager
-def _batches(work: Steps, steps: range, *, workers: int, pin: bool) -> Iterator[Iterator[Batch]]:
+def _batches(
+    work: Steps, steps: range, *, workers: int, pin: bool, stopped: Callable[[], int]
+) -> Iterator[Iterator[Batch]]:
     if not workers or not steps:
         made = (work.arrays(step).tensors() for step in steps)
         yield map(_tell_faults, (batch.pin_memory() for batch in made) if pin else made)
         return
-    loader = _Loader(work, steps, workers=workers, pin=pin)
+    loader = _Loader(work, steps, workers=workers, pin=pin, stopped=stopped)
     try:
         yield map(_tell_faults, loader)
     finally:
@@ -108,9 +114,9 @@ def _batches(work: Steps, steps: range, *, workers: int, pin: bool) -> Iterator[
 class _Loader(Iterator[Batch]):
     """Iterate over the batches that loader processes make, and outlive the processes."""
 
-    def __init__(self, work: Steps, steps: range, *, workers: int, pin: bool) -> None:
-        self._work, self._steps, self._pin = work, iter(steps), pin
-        self._error: str | None = None
+    def __init__(self, work: Steps, steps: range, *, workers: int, pin: bool, stopped: Callable[[], int]) -> None:
+        self._work, self._steps, self._pin, self._stopped = work, iter(steps), pin, stopped
+        self._end: tuple[str, int] | None = None
         work.piped = not _fits_shared_memory(work, workers)
         others = active_children()
         with _shielded():
@@ -122,6 +128,7 @@ class _Loader(Iterator[Batch]):
                 prefetch_factor=PREFETCH,
                 collate_fn=_unchanged,
                 pin_memory=pin,
+                timeout=LOOK_SECONDS,
                 multiprocessing_context="fork",  # a data set of the user's need not be picklable, and arrays are shared
                 worker_init_fn=functools.partial(_start_worker, parent=os.getpid()),
                 generator=torch.Generator(),  # else it draws from the global one, whose state belongs to the model
@@ -131,14 +138,23 @@ class _Loader(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         step = next(self._steps)
-        if self._iterator is not None and self._error is None:
+        while self._end is None:
+            assert self._iterator is not None
             try:
-                item = next(self._iterator)
+                return self._as_batch(next(self._iterator))
             except Exception as error:  # noqa: BLE001  whatever ended a loader process
-                self._error = f"a loader process failed at step {step}: {_line(error)}; --workers 0 loads without them"
-            else:
-                return self._as_batch(item)
-        return self._as_batch(self._work.failed(step, self._error or "the loader is closed"))
+                self._end = self._why_no_batch(error, step=step)
+        line, code = self._end
+        return self._as_batch(self._work.failed(step, line, code=code))
+
+    def _why_no_batch(self, error: Exception, *, step: int) -> tuple[str, int] | None:
+        """Return a line and an exit code, or None where the batch is only late: then waiting goes on."""
+        if not str(error).startswith("DataLoader timed out"):  # torch's own words; a process's error begins otherwise
+            line = f"a loader process failed at step {step}: {_line(error)}; --workers 0 loads without them"
+            return line, codes.UNEXPECTED
+        if signum := self._stopped():
+            return f"the data of step {step} did not come after the stop signal: this step is not saved", 128 + signum
+        return None
 
     def _as_batch(self, item: Batch | Arrays) -> Batch:
         if isinstance(item, Batch):
@@ -153,6 +169,7 @@ class _Loader(Iterator[Batch]):
         """
         killer = threading.Timer(JOIN_SECONDS, _kill, [self._processes])
         killer.start()
+        self._end = self._end or ("the loader is closed", codes.UNEXPECTED)
         self._iterator = None  # with its last reference torch asks the processes to end and joins them
         for process in self._processes:
             process.join()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from trainer.codes import DataError
+from trainer.codes import DATA, DataError
 from trainer.data.augment import flip_pictures, shift_pictures
 from trainer.data.order import draws, order, rank_positions
 from trainer.data.sets import I64, U8, U64, BadSample, DataSet, Source
@@ -33,8 +33,9 @@ class Batch:
         labels: int64 [n].
         faults: a line for each sample that could not be read and was replaced or left out.
         skipped: how many places of the step that were.
-        error: why the data cannot be used, or None. With an error, images and labels are zeros of the right size, so that
+        error: why there are no data to use, or None. With an error, images and labels are zeros of the right size, so that
             the rank can take part in what its peers do in this step.
+        code: the exit code that goes with the error, else 0.
     """
 
     step: int
@@ -42,6 +43,7 @@ class Batch:
     images: torch.Tensor
     labels: torch.Tensor
     error: str | None = None
+    code: int = 0
     faults: tuple[str, ...] = ()
     skipped: int = 0
 
@@ -61,13 +63,14 @@ class Arrays:
     images: U8
     labels: I64
     error: str | None = None
+    code: int = 0
     faults: tuple[str, ...] = ()
     skipped: int = 0
 
     def tensors(self) -> Batch:
         """Return the same batch as tensors, without a copy."""
         ids, images, labels = (torch.from_numpy(array) for array in (self.ids, self.images, self.labels))
-        return Batch(self.step, ids, images, labels, self.error, self.faults, self.skipped)
+        return Batch(self.step, ids, images, labels, self.error, self.code, self.faults, self.skipped)
 
 
 class Steps(Dataset[Any]):
@@ -91,10 +94,10 @@ class Steps(Dataset[Any]):
     def _at_once(self, step: int, ids: I64, seeds: U64 | None) -> Arrays:
         return Arrays(step, ids, *self.source.fetch(ids, seeds=seeds))
 
-    def failed(self, step: int, error: str) -> Arrays:
-        """Return what stands for a batch that cannot be used."""
+    def failed(self, step: int, error: str, *, code: int = DATA) -> Arrays:
+        """Return what stands for a batch that is not to be had, for a reason with this exit code."""
         ids = self.ids(step)
-        return Arrays(step, ids, np.zeros((len(ids), *self.shape), np.uint8), np.zeros(len(ids), np.int64), error)
+        return Arrays(step, ids, np.zeros((len(ids), *self.shape), np.uint8), np.zeros(len(ids), np.int64), error, code)
 
     def arrays(self, step: int) -> Arrays:
         """Return the batch of a step, with its error where its data cannot be used."""
@@ -192,7 +195,7 @@ def _read_good(steps: Steps, step: int, *, seeds: U64 | None, replace: bool) -> 
         elif replace:
             raise DataError(f"{len(numbers)} samples in a row cannot be read: too many to skip; the last: {faults[-1]}")
     good = len(found)
-    return Arrays(step, np.array(found, np.int64), images[:good], labels[:good], None, tuple(faults), skipped)
+    return Arrays(step, np.array(found, np.int64), images[:good], labels[:good], faults=tuple(faults), skipped=skipped)
 
 
 def _first_good(

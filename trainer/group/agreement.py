@@ -1,4 +1,4 @@
-"""The agreement that rides beside every step: stop, not finite, data failed, and samples skipped so far.
+"""The agreement that rides beside every step: stop, not finite, no batch, and samples skipped so far.
 
 It goes over gloo, also beside NCCL, is asked in one step and read in the next, so the training path waits for nobody (asking
 costs about 5 us). Deciding what to do with an answer is the loop's.
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from trainer import log
-from trainer.codes import DataError, Diverged
+from trainer.codes import STOP_CODES, Diverged, end_for
 from trainer.group.live import Group
 
 
@@ -24,23 +24,30 @@ class Verdict:
         step: the last step that was answered, counted from 1; the first bad one once there is one.
         stop: the highest stop signal that any rank received, or 0.
         diverged: whether any rank's loss was not finite.
-        data_failed: whether any rank could not read its batch.
+        failed: the code with which all ranks end because one has no batch, or 0; the highest.
         skipped: how many samples all ranks have skipped so far.
     """
 
     step: int = 0
     stop: int = 0
     diverged: bool = False
-    data_failed: bool = False
+    failed: int = 0
     skipped: int = 0
 
     def raise_if_bad(self, own_error: str | None = None, *, rank: int = 0) -> None:
-        """Raise what ends all ranks, DataError or Diverged; `own_error` is why this rank's data failed, if they did."""
-        if self.data_failed:
-            if own_error and rank != 0:
+        """Raise what ends all ranks; `own_error` is why this rank has no batch, if it has none.
+
+        Raises:
+            DataError: a rank could not read its data.
+            TrainerError: a rank's loader process ended.
+            Stopped: a rank's data did not come, and it was asked to stop.
+            Diverged: the loss is not finite.
+        """
+        if self.failed:
+            if own_error and (rank != 0 or self.failed in STOP_CODES):
                 log.error(own_error)  # of a shared error rank 0 speaks alone, and it does not know this
             line = own_error or f"a rank could not read its data at step {self.step}; its own line says which"
-            raise DataError(line, shared=True)
+            raise end_for(self.failed, line)
         if self.diverged:
             line = f"the loss is not finite at step {self.step}; lower --lr, lengthen --warmup, or set --clip-norm"
             raise Diverged(line, shared=True)
@@ -67,14 +74,16 @@ class Agreement:
     _verdict: Verdict = field(default_factory=Verdict)
     _on_device: list[tuple[torch.Tensor, torch.cuda.Event]] = field(default_factory=list)
 
-    def ask(self, *, step: int, stop: int, finite: torch.Tensor, data_failed: bool, skipped: int = 0) -> None:
+    def ask(self, *, step: int, stop: int, finite: torch.Tensor, failed: int = 0, skipped: int = 0) -> None:
         """Start the agreement of one step; every rank takes part, none waits.
+
+        `failed` is the exit code of what kept this rank's batch away, or 0.
 
         `finite` is a boolean tensor on the device. From a GPU it is copied without waiting and rides in the first
         question that is asked after it has arrived.
         """
         diverged = not bool(finite) if finite.device.type == "cpu" else self._arrived(finite)
-        vector = self._vector(stop, int(diverged), int(data_failed), skipped=skipped)
+        vector = self._vector(stop, int(diverged), failed, skipped=skipped)
         self._asked.append(_Question(step, vector, self._reduce(vector)))
 
     def _vector(self, *flags: int, skipped: int = 0) -> torch.Tensor:
@@ -126,13 +135,13 @@ class Agreement:
         if question.work is not None:
             with self.group.waiting():
                 question.work.wait()
-        stop, diverged, data_failed, *counts = question.vector.tolist()
+        stop, diverged, failed, *counts = question.vector.tolist()
         known = self._verdict
-        bad = known.diverged or known.data_failed
+        bad = known.diverged or known.failed
         self._verdict = Verdict(
             step=known.step if bad else question.step,
             stop=max(known.stop, stop),
             diverged=known.diverged or bool(diverged),
-            data_failed=known.data_failed or bool(data_failed),
+            failed=max(known.failed, failed),
             skipped=max(known.skipped, sum(counts)),
         )

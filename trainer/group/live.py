@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from trainer import log
-from trainer.codes import Stopped, TrainerError, error_for
+from trainer.codes import Stopped, TrainerError, end_for, error_for
 from trainer.group.ends import Ends
 from trainer.group.rendezvous import Meeting, meet, open_store
 
@@ -78,18 +78,18 @@ class Group:
         """Run `produce` on rank 0 alone and return its bytes on every rank.
 
         Raises:
-            TrainerError: what `produce` raised on rank 0, on every rank.
+            TrainerError, Stopped: what `produce` raised on rank 0, on every rank.
             PeerLost: a rank did not take part.
         """
         payload, code = b"", 0
         if self.rank == 0:
             try:
                 payload = produce()
-            except TrainerError as error:
+            except (TrainerError, Stopped) as error:
                 payload, code = str(error).encode(errors="surrogateescape"), error.code
         payload, code = self._share(payload, code)
         if code:
-            raise error_for(code, payload.decode(errors="surrogateescape"), shared=True)
+            raise end_for(code, payload.decode(errors="surrogateescape"))
         return payload
 
     def together(self, work: Callable[[], T]) -> T:

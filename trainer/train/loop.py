@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.codes import DataError, Diverged, SettingError, Stopped
+from trainer.codes import DATA, UNEXPECTED, Diverged, SettingError, Stopped, TrainerError
 from trainer.config import Config
 from trainer.data import Batch
 from trainer.evaluate import Prepare, Score
@@ -114,8 +114,8 @@ def fit(
     """Train from `state.step` to the end of the plan; every rank runs the same steps.
 
     Raises:
-        Stopped: the ranks agreed on a stop signal; the state is saved.
-        Diverged, DataError: on all ranks; nothing of the bad step is saved.
+        Stopped: the ranks agreed on a stop signal; the state is saved, but not where a rank's batch did not come.
+        Diverged, DataError, TrainerError: on all ranks; nothing of the bad step is saved.
         PeerLost: a rank did not take part.
     """
     plan, group = update.plan, update.group
@@ -130,8 +130,8 @@ def fit(
         with meter.time("compute"), group.waiting(), _naming_the_option():
             loss = update(state, batch)
         own_skipped += batch.skipped
-        finite, failed = torch.isfinite(loss), bool(batch.error)
-        agreement.ask(step=state.step, stop=stop.signum, finite=finite, data_failed=failed, skipped=own_skipped)
+        finite = torch.isfinite(loss)
+        agreement.ask(step=state.step, stop=stop.signum, finite=finite, failed=batch.code, skipped=own_skipped)
         meter.step(loss, step=state.step)
         verdict = agreement.previous()
         verdict.raise_if_bad(own_error, rank=group.rank)
@@ -153,8 +153,9 @@ def fit(
                 saves = _is_best(state) or saves
             except Stopped as stopped:
                 signum = stopped.signum
-            except DataError:
-                save(True)  # the step is good, whatever the test set is
+            except TrainerError as error:
+                if error.code in (DATA, UNEXPECTED):
+                    save(True)  # the step is good, whatever the test set is
                 raise
         if signum or saves:
             with meter.time("save"):

@@ -216,7 +216,11 @@ def loader_options(start: Start, *, dataset: DataSet, group: Group) -> dict[str,
     local_ranks = start.rank.local_world_size or 1
     workers = auto_workers(dataset, requested=start.config.workers, cpus=start.cpus, local_ranks=local_ranks)
     sharing = {"rank": group.rank, "world": group.world, "workers": workers, "pin": group.device.type == "cuda"}
-    return sharing | {"skip_bad": start.config.bad_samples == "skip"}
+    patience = (
+        start.config.grace / 2
+    )  # the other half is for what comes after: a save in an evaluation, the ends of all ranks
+    stopped = partial(start.stop.overdue, patience)
+    return sharing | {"skip_bad": start.config.bad_samples == "skip", "stopped": stopped}
 
 
 def eval_batch_size(dataset: DataSet) -> int:
