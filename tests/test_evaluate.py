@@ -60,7 +60,9 @@ class Given:
             ids = mine[step * self.size : (step + 1) * self.size]
             self.taken += 1
             error = "picture 5 cannot be read" if step == self.broken else None
-            yield Batch(step, ids, torch.zeros(len(ids), 1, 1, 1, dtype=torch.uint8), truth[ids], error, 3 if error else 0)
+            yield Batch(
+                step, ids, torch.zeros(len(ids), 1, 1, 1, dtype=torch.uint8), truth[ids], error, 3 if error else 0
+            )
 
 
 def prepare(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,6 +21,7 @@ from trainer import agent
 from trainer.codes import DataError, Diverged, PeerLost, SettingError, Stopped
 from trainer.group import Agreement, Group, Meeting, Verdict, alone, connect
 from trainer.group.rendezvous import meet, open_store
+from trainer.stop import Stop
 
 CPU = torch.device("cpu")
 HOST = socket.gethostname()
@@ -39,6 +40,9 @@ class End:
 
 
 Body = Callable[[Group], Any]
+
+#: This rank's own.
+STOP = Stop()
 
 
 def _rank(
@@ -62,7 +66,7 @@ def _rank(
 
     descriptor = listener.detach() if listener else None
     try:
-        meeting = replace(meeting, listen_fd=descriptor, on_end=on_end)
+        meeting = replace(meeting, listen_fd=descriptor, on_end=on_end, stop=STOP)
         with connect(
             meeting, rank=rank, world=world, local_rank=rank, device=CPU, backend="gloo", identity=identity
         ) as group:
@@ -407,6 +411,31 @@ def test_all_ranks_end_with_the_code_of_the_one_that_found_the_error(world: int)
     assert ends[1] == End(error="DataError", code=3, line="picture 12 cannot be read")
     for end in (end for rank, end in enumerate(ends) if rank != 1):
         assert (end.code, end.line) == (3, "rank 1 ended: picture 12 cannot be read")
+
+
+def _rank_1_is_stopped(group: Group) -> int:
+    if group.rank == 1:
+        STOP.receive(signal.SIGTERM)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not STOP.signum and time.monotonic() < deadline:
+        time.sleep(0.05)  # in no collective: as a rank whose data do not come
+    group.sum(torch.zeros(1))
+    return STOP.signum
+
+
+def test_a_rank_that_waits_for_no_peer_hears_of_a_stop_too() -> None:
+    assert values(_rank_1_is_stopped, world=3) == [signal.SIGTERM] * 3
+
+
+def _rank_0_is_stopped(group: Group) -> None:
+    def produce() -> bytes:
+        raise Stopped(signal.SIGINT)
+
+    group.from_rank_0(produce)
+
+
+def test_a_stop_of_what_rank_0_does_for_all_ends_all_with_its_code() -> None:
+    assert [(end.error, end.code) for end in run_ranks(_rank_0_is_stopped, world=2)] == [("Stopped", 130)] * 2
 
 
 def _rank_0_raises(group: Group) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from trainer.codes import CheckpointError, PeerLost, SettingError
+from trainer.codes import CheckpointError, PeerLost, SettingError, Stopped
 from trainer.config import build
 from trainer.group import alone
 from trainer.train import folder as folders
@@ -124,3 +125,25 @@ def test_a_folder_that_another_run_holds_is_not_opened(tmp_path, monkeypatch):
     with folders.opened(config, sources={}, group=alone(torch.device("cpu"))) as folder:
         assert folder.stat().st_mode & 0o070 == 0o070
         assert (folder / "config.json").exists()
+
+
+def test_a_stop_ends_the_wait_for_a_folder_that_is_held(tmp_path):
+    config = build({"runs_dir": tmp_path, "run_name": "held"})
+    (tmp_path / "held").mkdir()
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "held")]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        opened = folders.opened(config, sources={}, group=alone(torch.device("cpu")), stop=lambda: signal.SIGTERM)
+        with pytest.raises(Stopped), opened:
+            pass
+        other.kill()
+
+
+def test_a_run_whose_folder_was_removed_while_it_ran_is_opened_again(tmp_path):
+    settings = {"runs_dir": tmp_path, "run_name": "a"}
+    run = folders.open_folder(build(settings), sources={})
+    (run / "checkpoints" / "step-00000001").mkdir(parents=True)  # by a save after that
+    (run / "config.json").unlink()
+    assert folders.open_folder(build(settings | {"workers": 3}), sources={}) == run
+    assert (run / "config.json").exists()

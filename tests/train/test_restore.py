@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from functools import partial
 
 import numpy as np
@@ -18,8 +19,10 @@ from trainer.data import ArraySource, DataSet
 from trainer.evaluate import Score
 from trainer.group import alone
 from trainer.optim import build_optimizer
+from trainer.stop import Stop
 from trainer.train.loop import State
-from trainer.train.restore import read_packed, restore_state, save_state, tell_outcome, unpacked
+from trainer.train.restore import read_packed, restore_state, unpacked
+from trainer.train.saving import Saving, tell_outcome
 
 GROUP = alone(torch.device("cpu"))
 
@@ -27,7 +30,7 @@ GROUP = alone(torch.device("cpu"))
 def save(state, run, *, config):
     told = partial(tell_outcome, pulse=Pulse(Allowance()))
     with checkpoint.Writer(run / "checkpoints", keep=config.keep, told=told) as saver:
-        save_state(state, saver, config=config, dataset=make_dataset(), group=GROUP, last=True)
+        Saving(state, saver, config, make_dataset(), GROUP, Stop())(last=True)
 
 
 def make_dataset(fingerprint="f"):
@@ -115,6 +118,21 @@ def test_resume_takes_a_path_but_the_runs_own_checkpoints_first(tmp_path):
     restore_state(again, other, config=config, dataset=make_dataset(), group=GROUP)
     assert again.step == 9
     assert state.step == 7
+
+
+@pytest.mark.parametrize("grace", [30.0, 0.5])
+def test_a_save_that_may_not_end_within_the_grace_time_is_said_at_once(grace, tmp_path, caplog):
+    config, stop = build({"runs_dir": tmp_path, "grace": grace}), Stop()
+    with checkpoint.Writer(tmp_path / "checkpoints", keep=3) as writer:
+        writer.seconds = 7.0
+        saving = Saving(make_state(config), writer, config, make_dataset(), GROUP, stop)
+        saving(last=True)
+        assert not caplog.messages  # nothing has asked for an end
+        saving.state.step, writer.seconds = 1, 7.0
+        stop.receive(signal.SIGTERM)
+        saving(last=True)
+    wanted = ["the last save took 7.0 s, and 0.5 s are left"] if grace == 0.5 else []
+    assert [line[: len("the last save took 7.0 s, and 0.5 s are left")] for line in caplog.messages] == wanted
 
 
 def test_the_packed_bytes_hold_every_part(tmp_path):

@@ -6,9 +6,20 @@ The manifest holds the size and the SHA-256 of the other three; a checkpoint is 
 pickled. When to save, and who saves (one process per run), is decided elsewhere; no collectives live here.
 """
 
-from trainer.checkpoint.files import DISK, Files, SaveFailed
+from trainer.checkpoint.files import DISK, Files, SaveFailed, replace_json
 from trainer.checkpoint.hold import hold
-from trainer.checkpoint.layout import MANIFEST, MODEL, OPTIMIZER, PARTS, STATE, VERSION, best_step, find, step_of
+from trainer.checkpoint.layout import (
+    FOLDER,
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    PARTS,
+    STATE,
+    VERSION,
+    best_step,
+    find,
+    step_of,
+)
 from trainer.checkpoint.listing import Row, listing
 from trainer.checkpoint.packing import Tensors
 from trainer.checkpoint.reading import Loaded, parse, read, read_newest, resolve, verify, weights_digest
@@ -18,6 +29,7 @@ from trainer.checkpoint.writer import Outcome, Writer
 
 __all__ = [
     "DISK",
+    "FOLDER",
     "MANIFEST",
     "MODEL",
     "OPTIMIZER",
@@ -40,6 +52,7 @@ __all__ = [
     "prune",
     "read",
     "read_newest",
+    "replace_json",
     "resolve",
     "save",
     "step_of",

@@ -83,7 +83,7 @@ def replace_json(path: Path, value: Any) -> None:
     """Write a small JSON file so that the old or the new one is there at any moment. Raises OSError."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
     temporary.unlink(missing_ok=True)
-    DISK.write(temporary, json.dumps(value).encode())
+    DISK.write(temporary, f"{json.dumps(value, indent=2, allow_nan=False)}\n".encode())
     DISK.sync(temporary)
     temporary.replace(path)
     DISK.sync(path.parent)

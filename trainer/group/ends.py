@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from trainer.codes import PEER_LOST, UNEXPECTED, PeerLost, TrainerError, error_for
 from trainer.group.rendezvous import FAREWELL_SECONDS, wait_for_keys
+from trainer.stop import Stop
 
 T = TypeVar("T")
 
-_END, _QUESTION = "end", "who is there"
+_END, _QUESTION, _STOP = "end", "who is there", "stop"
 _LISTEN_SECONDS = 0.5
 #: A living rank answers within this, four times its listener's pace.
 _ANSWER_SECONDS = 2.0
@@ -46,22 +47,32 @@ class Ends:
     _closing: threading.Event = field(default_factory=threading.Event)
     _listener: threading.Thread | None = None
 
-    def listen(self, store: dist.Store, *, on_end: Callable[[int, str], None] | None) -> None:
+    def listen(
+        self, store: dist.Store, *, on_end: Callable[[int, str], None] | None = None, stop: Stop | None = None
+    ) -> None:
         """Listen in a thread, over a connection of its own: the training thread may be stuck in the other one.
 
-        `on_end` is called in that thread with (code, line) when another rank has published its end.
+        `on_end` is called in that thread with (code, line) when another rank has published its end. `stop` is shared: a rank
+        that waits for its data, or for the run's folder, hears of a stop signal by no collective.
         """
-        self._listener = threading.Thread(target=self._listen, args=(store, on_end), daemon=True, name="listen")
+        self._listener = threading.Thread(
+            target=self._listen, args=(store, on_end, stop or Stop()), daemon=True, name="listen"
+        )
         self._listener.start()
 
-    def _listen(self, store: dist.Store, on_end: Callable[[int, str], None] | None) -> None:
-        answered = False
+    def _listen(self, store: dist.Store, on_end: Callable[[int, str], None] | None, stop: Stop) -> None:
+        answered = shared = False
         try:
             # Asking again and again, not one long wait: a thread in native code when the process ends would abort it.
             while not store.check([_END]):
                 if not answered and store.check([_QUESTION]):
                     store.set(_alive(self.rank), "")
                     answered = True
+                if not stop.signum and store.check([_STOP]):
+                    stop.receive(int(store.get(_STOP)))
+                elif stop.signum and not shared:
+                    store.set(_STOP, str(int(stop.signum)))
+                    shared = True
                 if self._closing.wait(_LISTEN_SECONDS):
                     return
             self._hear(store)

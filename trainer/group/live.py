@@ -174,7 +174,7 @@ def connect(
             client = dist.TCPStore(
                 meeting.host, server.port, None, False, timedelta(seconds=_STORE_SECONDS), wait_for_workers=False
             )
-            ends.listen(_own_part(client, meeting), on_end=meeting.on_end)
+            ends.listen(_own_part(client, meeting), on_end=meeting.on_end, stop=meeting.stop)
             _initialise(group, store, seconds=meeting.collective_seconds)
             yield group
     except Stopped:

@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from trainer.codes import PEER_LOST, PeerLost, SettingError, TrainerError, error_for
+from trainer.stop import Stop
 
 #: How long rank 0, which may hold the store, stays for ranks that have not yet read in it why all end.
 FAREWELL_SECONDS = 5.0
@@ -31,6 +32,7 @@ class Meeting:
         listen_fd: rank 0's listening socket where the agent opened it, else None.
         store_attempt: where somebody else serves the store, and keeps it over restarts, the number of this start; else None.
         on_end: called in a watcher thread with (code, line) when another rank published that it ends.
+        stop: told of a stop signal that another rank received, and the others of one that this rank received.
     """
 
     host: str
@@ -40,6 +42,7 @@ class Meeting:
     listen_fd: int | None = None
     store_attempt: int | None = None
     on_end: Callable[[int, str], None] | None = None
+    stop: Stop | None = None
 
 
 def open_store(meeting: Meeting, *, rank: int, world: int) -> dist.TCPStore:

@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from trainer.group import Group
 #: Seconds beside --grace that a run which is ending may go on holding its folder.
 _MORE_THAN_GRACE = 30.0
 
-CONFIG, SUMMARY, CHECKPOINTS = "config.json", "summary.json", "checkpoints"
+CONFIG, SUMMARY, CHECKPOINTS = "config.json", "summary.json", checkpoint.FOLDER
 
 
 def plain(value: Scalar) -> Scalar:
@@ -30,17 +30,32 @@ def plain(value: Scalar) -> Scalar:
 
 
 @contextlib.contextmanager
-def opened(config: Config, *, sources: Mapping[str, str], group: Group) -> Iterator[Path]:
+def opened(
+    config: Config, *, sources: Mapping[str, str], group: Group, stop: Callable[[], int] = lambda: 0
+) -> Iterator[Path]:
     """Open this run's folder on rank 0, and hold it, so that no second run writes there; give its path on every rank.
+
+    `stop` returns the stop signal that came, or 0; it ends the wait for another process that holds the folder.
 
     Raises:
         SettingError: as `open_folder`.
         NoProgress: --max-starts have ended without a new checkpoint.
         PeerLost: another process holds the folder.
+        Stopped: `stop` said so.
     """
     with contextlib.ExitStack() as stack:
-        path = group.from_rank_0(lambda: os.fsencode(_open_and_hold(config, sources=sources, stack=stack)))
-        folder = Path(os.fsdecode(path))
+
+        def hold(folder: Path) -> None:
+            seconds = config.grace + _MORE_THAN_GRACE
+            stack.enter_context(checkpoint.hold(folder, wait_seconds=seconds, stop=stop))
+
+        def begin() -> bytes:
+            folder = open_folder(config, sources=sources, hold=hold)
+            if not is_finished(folder):
+                _clean_and_count(folder, most=config.max_starts)
+            return os.fsencode(folder)
+
+        folder = Path(os.fsdecode(group.from_rank_0(begin)))
         try:
             yield folder
         except Stopped:
@@ -49,48 +64,37 @@ def opened(config: Config, *, sources: Mapping[str, str], group: Group) -> Itera
             raise
 
 
-def _open_and_hold(config: Config, *, sources: Mapping[str, str], stack: contextlib.ExitStack) -> Path:
-    if config.run_name is not None:
-        named = config.runs_dir / config.run_name
-        if is_finished(named):
-            return open_folder(config, sources=sources)
-        try:
-            named.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            return open_folder(config, sources=sources)  # which tells what is wrong
-        stack.enter_context(checkpoint.hold(named, wait_seconds=config.grace + _MORE_THAN_GRACE))
-    folder = open_folder(config, sources=sources)
-    with contextlib.suppress(PermissionError):  # it is another user's of the group, who has done this
-        folder.chmod(folder.stat().st_mode | 0o070)
-    if config.run_name is None:
-        stack.enter_context(checkpoint.hold(folder, wait_seconds=config.grace + _MORE_THAN_GRACE))
-    if not is_finished(folder):
-        for left in (*checkpoint.sweep(folder), *checkpoint.sweep(folder / CHECKPOINTS)):
-            log.info(f"removed {left}, which a run that was killed had left")
-        newest = next((checkpoint.step_of(path) for path in checkpoint.find(folder / CHECKPOINTS)), None)
-        checkpoint.count_start(folder, step=newest or 0, most=config.max_starts)
-    return folder
+def _clean_and_count(folder: Path, *, most: int) -> None:
+    for left in (*checkpoint.sweep(folder), *checkpoint.sweep(folder / CHECKPOINTS)):
+        log.info(f"removed {left}, which a run that was killed had left")
+    newest = next((checkpoint.step_of(path) for path in checkpoint.find(folder / CHECKPOINTS)), None)
+    checkpoint.count_start(folder, step=newest or 0, most=most)
 
 
-def open_folder(config: Config, *, sources: Mapping[str, str]) -> Path:
-    """Make or reopen this run's folder.
+def open_folder(
+    config: Config, *, sources: Mapping[str, str], hold: Callable[[Path], None] = lambda folder: None
+) -> Path:
+    """Make or reopen this run's folder; `hold` is called before anything in it is read or written.
 
     Raises:
         SettingError: it cannot be written, belongs to another experiment, or has checkpoints that --resume never forbids to use.
     """
     named = config.runs_dir / config.run_name if config.run_name is not None else None
     try:
-        if named is not None:
-            _check_fits(config, named)
-            if is_finished(named):
-                return named  # as it is
-            named.mkdir(parents=True, exist_ok=True)
         folder = named or _make_new(config)
+        if not is_finished(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(PermissionError):  # it is another user's of the group, who has done this
+                folder.chmod(folder.stat().st_mode | 0o070)
+            hold(folder)
+        _check_fits(config, folder)
+        if is_finished(folder):
+            return folder  # as it is
         record = {name: plain(getattr(config, name)) for name in settings()}
-        _write(
-            folder / CONFIG,
-            {name: {"value": value, "source": sources.get(name, "default")} for name, value in record.items()},
-        )
+        told = {name: {"value": value, "source": sources.get(name, "default")} for name, value in record.items()}
+        checkpoint.replace_json(folder / CONFIG, told)
+    except TrainerError:
+        raise  # a lost peer is an OSError too
     except OSError as error:
         where = named or config.runs_dir
         raise SettingError(
@@ -115,7 +119,10 @@ def _check_fits(config: Config, folder: Path) -> None:
         raise SettingError(
             f"--resume is never, but {folder} has checkpoints; choose another --run-name, or --resume auto"
         )
-    if (folder / CHECKPOINTS).exists() or (folder / SUMMARY).exists():
+    # A checkpoint knows its experiment too, and is compared before it is loaded: a folder that somebody removed and a save made
+    # anew has no more than that.
+    has_results = (folder / CHECKPOINTS).exists() or (folder / SUMMARY).exists()
+    if has_results and (folder / CONFIG).exists():
         check_same(config, _saved_settings(folder / CONFIG), where=str(folder))
 
 
@@ -155,7 +162,7 @@ def is_finished(folder: Path) -> bool:
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Write the run's receipt, whose presence means that it is finished. Raises TrainerError where it cannot."""
     try:
-        _write(folder / SUMMARY, summary)
+        checkpoint.replace_json(folder / SUMMARY, summary)
     except OSError as error:
         raise TrainerError(
             f"{folder / SUMMARY} cannot be written ({error.strerror}); the last checkpoint holds the result"
@@ -171,13 +178,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     return found
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    temporary = path.with_name(f".tmp-{path.name}")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -101,6 +102,16 @@ class Update:
         return lr_at(step, steps=plan.steps, peak=config.lr, warmup_steps=plan.warmup_steps, schedule=config.schedule)
 
 
+class Saves(Protocol):
+    """What `fit` asks of whoever saves; it is asked on every rank."""
+
+    def reserve(self) -> None:
+        """Get ready to save such a state: the optimizer has done its first step."""
+
+    def __call__(self, *, last: bool) -> None:
+        """Save the state; if it is the `last` save, wait for it."""
+
+
 def fit(
     state: State,
     batches: Iterator[Batch],
@@ -109,7 +120,7 @@ def fit(
     stop: Stop,
     meter: Meter,
     evaluate: Callable[[], Score],
-    save: Callable[[bool], None],
+    save: Saves,
 ) -> None:
     """Train from `state.step` to the end of the plan; every rank runs the same steps.
 
@@ -133,6 +144,8 @@ def fit(
         finite = torch.isfinite(loss)
         agreement.ask(step=state.step, stop=stop.signum, finite=finite, failed=batch.code, skipped=own_skipped)
         meter.step(loss, step=state.step)
+        if meter.steps == 1:
+            save.reserve()
         verdict = agreement.previous()
         verdict.raise_if_bad(own_error, rank=group.rank)
         evaluates, saves = plan.evaluates_after(state.step), plan.saves_after(state.step)
@@ -155,11 +168,13 @@ def fit(
                 signum = stopped.signum
             except TrainerError as error:
                 if error.code in (DATA, UNEXPECTED):
-                    save(True)  # the step is good, whatever the test set is
+                    save(last=True)  # the step is good, whatever the test set is
                 raise
         if signum or saves:
             with meter.time("save"):
-                save(bool(signum) or state.step == plan.steps)  # rank 0 writes; the others go on to the next collective
+                save(
+                    last=bool(signum) or state.step == plan.steps
+                )  # rank 0 writes; the others go on to the next collective
         if signum:
             raise Stopped(signum)
 

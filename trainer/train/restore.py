@@ -1,82 +1,22 @@
-"""From a State to a checkpoint and back; rank 0 reads and verifies, every rank parses the same bytes."""
+"""From a checkpoint to a State: rank 0 reads and verifies, every rank parses the same bytes. The way there is in `saving.py`."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 from trainer import checkpoint, log
-from trainer.beat import Pulse
 from trainer.codes import CheckpointError, SettingError
-from trainer.config import Config, experiment
+from trainer.config import Config
 from trainer.data import DataSet
 from trainer.evaluate import Score
 from trainer.group import Group
-from trainer.optim import load_optimizer_tensors, optimizer_tensors
-from trainer.train.folder import CHECKPOINTS, check_same, plain
+from trainer.optim import load_optimizer_tensors
+from trainer.train.folder import CHECKPOINTS, check_same
 from trainer.train.loop import State
 
 _HEAD_BYTES = 8
-
-#: Where the data were, and how they were read: kept so that an evaluation finds them again, from any folder.
-DATA_PATHS = ("data_dir", "train_list", "test_list", "class_names")
-READING = ("bad_samples", "max_bad_samples", "max_pixels", "empty_classes")
-
-
-def save_state(
-    state: State, writer: checkpoint.Writer, *, config: Config, dataset: DataSet, group: Group, last: bool
-) -> None:
-    """Save the state on rank 0, in the background unless it is the `last` save; returns at once elsewhere.
-
-    Raises:
-        SaveFailed: the last save failed, or --max-failed-saves in a row.
-    """
-    if group.rank != 0:
-        return
-    parts: dict[str, Any] = {
-        "step": state.step,
-        "model": state.model.state_dict(),
-        "optimizer": optimizer_tensors(state.optimizer, state.model),
-        "state": _record(state, config=config, dataset=dataset),
-    }
-    if last:
-        writer.save(**parts)
-        return
-    failures = [outcome.error for outcome in writer.poll() if outcome.error is not None]
-    if failures and writer.failed_in_a_row >= config.max_failed_saves:
-        raise failures[-1]
-    is_best = state.best is not None and state.best["step"] == state.step
-    if not writer.submit(**parts, wait=is_best):
-        log.warning(f"step {state.step} is not saved: the save before is still under way; see --checkpoint-every")
-
-
-def _record(state: State, *, config: Config, dataset: DataSet) -> dict[str, Any]:
-    return {
-        "config": {name: plain(value) for name, value in experiment(config).items()},
-        **{name: str(path.absolute()) for name in DATA_PATHS if (path := getattr(config, name)) is not None},
-        **{name: getattr(config, name) for name in READING},
-        "fingerprint": dataset.fingerprint,
-        "classes": dataset.classes,
-        "shape": list(dataset.input_shape),
-        "names": list(dataset.class_names),
-        "skipped": state.skipped,
-        "score": dataclasses.asdict(state.score) if state.score else None,
-        "scored_at": state.scored_at,
-        "best": state.best,
-    }
-
-
-def tell_outcome(outcome: checkpoint.Outcome, *, pulse: Pulse) -> None:
-    """Log how a save ended; called by the writing thread."""
-    if outcome.error is not None:
-        log.warning(str(outcome.error), step=outcome.step)
-        return
-    pulse.saved(outcome.step)
-    log.info(f"saved {outcome.path}", step=outcome.step, path=str(outcome.path), seconds=outcome.seconds)
-    if outcome.warning:
-        log.warning(outcome.warning)  # an old one too many is no reason to end
 
 
 def restore_state(state: State, folder: Path, *, config: Config, dataset: DataSet, group: Group) -> None:

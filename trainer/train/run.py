@@ -32,7 +32,8 @@ from trainer.train.meter import Meter
 from trainer.train.plan import Plan, check_skipped, make_plan
 from trainer.train.prepare import Prepare, open_trace
 from trainer.train.report import Facts, describe, finish
-from trainer.train.restore import restore_state, save_state, tell_outcome
+from trainer.train.restore import restore_state
+from trainer.train.saving import Saving, tell_outcome
 from trainer.train.start import Choice, Start, choose, identity
 
 
@@ -56,6 +57,7 @@ def joined(start: Start) -> Iterator[tuple[Choice, Group]]:
         collective_seconds=config.collective_seconds,
         listen_fd=start.listen_fd,
         store_attempt=rank.store_attempt,
+        stop=start.stop,
         on_end=start.on_end,
     )
     with connect(
@@ -82,7 +84,7 @@ def run(start: Start) -> None:
     start.pulse.beat(Phase.PREPARE)
     prepare(config)
     start.pulse.beat(Phase.SETUP)
-    with joined(start) as (choice, group), folders.opened(config, sources=start.sources, group=group) as folder:
+    with joined(start) as (choice, group), open_folder(start, group) as folder:
         start.pulse.tell(folder.name)
         if group.from_rank_0(lambda: b"yes" if folders.is_finished(folder) else b""):
             log.info(f"{folder} is finished: nothing to do")
@@ -97,6 +99,11 @@ def run(start: Start) -> None:
         meter = _train(start, state, folder=folder, dataset=dataset, plan=plan, group=group)
         start.pulse.beat(Phase.END)
         finish(facts, state, meter=meter, folder=folder)
+
+
+def open_folder(start: Start, group: Group) -> contextlib.AbstractContextManager[Path]:
+    """Open and hold the run's folder; where another process holds it, a stop signal ends the wait."""
+    return folders.opened(start.config, sources=start.sources, group=group, stop=lambda: start.stop.signum)
 
 
 def build(start: Start, group: Group) -> tuple[DataSet, Plan, State]:
@@ -189,9 +196,7 @@ def _train(start: Start, state: State, *, folder: Path, dataset: DataSet, plan: 
         folder / folders.CHECKPOINTS, keep=config.keep, told=partial(tell_outcome, pulse=start.pulse)
     )
 
-    def save(last: bool) -> None:
-        save_state(state, writer, config=config, dataset=dataset, group=group, last=last)
-
+    save = Saving(state, writer, config, dataset, group, start.stop)
     loading |= {"seed": config.seed, "global_batch": plan.global_batch, "start": state.step, "steps": plan.steps}
     live = Live(wanted=group.rank == 0 and config.log_format == "text")
     with (

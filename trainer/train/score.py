@@ -11,8 +11,9 @@ from trainer.config import Config, Scalar, parse, settings
 from trainer.data import load
 from trainer.evaluate import Score
 from trainer.train.prepare import Prepare
-from trainer.train.restore import DATA_PATHS, READING, check_names, load_model, read_packed, unpacked
+from trainer.train.restore import check_names, load_model, read_packed, unpacked
 from trainer.train.run import build_state, check_same_data, joined, score_state
+from trainer.train.saving import DATA_PATHS, READING
 from trainer.train.start import Start
 
 
