@@ -28,10 +28,10 @@ watch._PEER_SECONDS = peer_seconds or watch._PEER_SECONDS
 hangs._LOOK_SECONDS, hangs._STACKS_SECONDS = 0.2, 1.0
 exec(prelude)
 starts = []
-def launch(told):
+def launch(told, causes):
     records = Records(ranks, seconds=seconds)
     starts.append(told)
-    of_start = dict(os.environ, START=str(len(starts)), TOLD=told, BEAT_FD=str(records.fd))
+    of_start = dict(os.environ, START=str(len(starts)), TOLD=told, CAUSES="; ".join(causes), BEAT_FD=str(records.fd))
     return agent.Launch([dict(of_start, RANK=str(first_rank + index)) for index in range(ranks)], None, records)
 command = [sys.executable, "-S", "-c", code]
 end = agent.supervise(command, launch=launch, first_rank=first_rank, grace=grace, max_restarts=max_restarts)

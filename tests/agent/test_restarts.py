@@ -18,10 +18,12 @@ def restarts(err: str) -> list[str]:
 
 
 def test_ranks_that_die_are_started_again_with_the_cause_in_one_line(node: AgentRun) -> None:
-    child = "if rank == 1:\n    note('start')\n    if start < 3: os.kill(os.getpid(), signal.SIGKILL)"
+    child = "if rank == 1:\n    note(os.environ['CAUSES'].replace(' ', '_') or '-')\n    if start < 3: os.kill(os.getpid(), signal.SIGKILL)"
     code, _, err = node.run(child, max_restarts=3)
     assert code == 0
-    assert node.words(1) == ["start"] * 3
+    cause = "rank 1 ended with 137 (killed by SIGKILL)"
+    told = cause.replace(" ", "_")
+    assert node.words(1) == ["-", told, f"{told};_{told}"]
     assert restarts(err) == [f"restart {n} of 3: rank 1 ended with 137 (killed by SIGKILL)" for n in (1, 2)]
 
 

@@ -45,7 +45,7 @@ def listen(address: str) -> socket.socket:
 def supervise(
     command: Sequence[str],
     *,
-    launch: Callable[[str], Launch],
+    launch: Callable[[str, Sequence[str]], Launch],
     first_rank: int,
     grace: float,
     max_restarts: int = 0,
@@ -53,22 +53,24 @@ def supervise(
     """Run `command` once per rank, again where ranks were lost, and return the node's exit code.
 
     Args:
-        launch: makes what one start needs, given what a rank of the last start told ("" at first); may raise SettingError.
+        launch: makes what one start needs, given what a rank of the last start told ("" at first) and why each start before
+            it ended; may raise SettingError.
         first_rank: the number of the first child, for messages.
         grace: seconds between a stop signal and SIGKILL.
         max_restarts: how often all ranks are started again without a newer checkpoint in between.
     """
     # Blocked signals are taken one by one: no handler runs in the middle of anything, and it works as PID 1.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    budget, told = _Budget(max_restarts), ""
+    budget, told, causes = _Budget(max_restarts), "", list[str]()
     while not (stop := _pending_stop()):
-        launched = launch(told)
+        launched = launch(told, causes)
         children = _start(command, launched, first_rank=first_rank)
         ends = watch(children, grace=grace, records=launched.records)
         signs = launched.records.read() if launched.records else []
         told = next((sign.text for sign in signs if sign.text), told)
         if not ends.may_start_again or not budget.take(signs):
             return ends.code
+        causes.append(ends.cause)
         log.warning(f"restart {budget.used} of {max_restarts}: {ends.cause}")
     return 128 + stop
 

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import trainer
@@ -190,15 +190,16 @@ def _supervise(job: Job, node: Node, *, processes: int) -> int:
     restarts = config.max_restarts if config.max_restarts is not None else 3 if node.nodes == 1 else 0
     return agent.supervise(
         command,
-        launch=lambda run_name: _launch(_again(job, run_name), node, processes=processes),
+        launch=lambda run_name, causes: _launch(_again(job, run_name, causes), node, processes=processes),
         first_rank=node.node_rank * processes,
         grace=config.grace,
         max_restarts=restarts if job.command == "train" else 0,
     )
 
 
-def _again(job: Job, run_name: str) -> Job:
+def _again(job: Job, run_name: str, causes: Sequence[str]) -> Job:
     """Return the job of a start anew: in the run folder that the last start had made, from the checkpoints that are there now."""
+    job = dataclasses.replace(job, restarts=tuple(causes))
     if not run_name:
         return job
     config = job.resolved.config

@@ -41,7 +41,7 @@ def run_rank(job: Job, rank: Rank, *, listen_fd: int | None, beat_fd: int | None
     in_place = beat_fd is None and job.command != "prepare"  # which has but one phase, of any length
     try:
         with watched(pulse) if in_place else contextlib.nullcontext():
-            _run(job, _start(job.resolved, rank, listen_fd, pulse))
+            _run(job, _start(job, rank, listen_fd, pulse))
         return codes.OK
     except Stopped as stopped:
         log.info(f"stopped by {signal.Signals(stopped.signum).name}")
@@ -99,8 +99,8 @@ def _end_with_peer(code: int, line: str) -> None:
     exit_now(code)
 
 
-def _start(resolved: Resolved, rank: Rank, listen_fd: int | None, pulse: Pulse) -> Start:
-    visible = visible_devices(resolved.config)
+def _start(job: Job, rank: Rank, listen_fd: int | None, pulse: Pulse) -> Start:
+    resolved, visible = job.resolved, visible_devices(job.resolved.config)
     from trainer.train import Start
 
     return Start(
@@ -114,6 +114,7 @@ def _start(resolved: Resolved, rank: Rank, listen_fd: int | None, pulse: Pulse) 
         listen_fd=listen_fd,
         on_end=_end_with_peer,
         pulse=pulse,
+        restarts=job.restarts,
     )
 
 

@@ -31,11 +31,15 @@ class Resolved:
 
 @dataclass(frozen=True)
 class Job:
-    """Hold what a rank is to do: `command` is train, eval or prepare, `target` what eval evaluates."""
+    """Hold what a rank is to do: `command` is train, eval or prepare, `target` what eval evaluates.
+
+    `restarts` says why each start before this one ended, where our agent starts the ranks anew.
+    """
 
     resolved: Resolved
     command: str
     target: Path | None = None
+    restarts: tuple[str, ...] = ()
 
     def dumps(self) -> str:
         """Return the job as a text: a child reads no file and no environment again, so all ranks have the same settings."""
@@ -49,4 +53,4 @@ class Job:
         paths = {name for name, item in settings().items() if item.kind is Path and values[name] is not None}
         config = build({name: Path(value) if name in paths else value for name, value in values.items()})
         target = Path(found["target"]) if found["target"] is not None else None
-        return Job(Resolved(config=config, **found["resolved"]), found["command"], target)
+        return Job(Resolved(config=config, **found["resolved"]), found["command"], target, tuple(found["restarts"]))

@@ -116,6 +116,7 @@ def summarise(facts: Facts, state: State, *, meter: Meter) -> dict[str, Any]:
         "steps": state.step,
         "samples": state.step * facts.plan.global_batch,
         "skipped": state.skipped,
+        "restarts": list(start.restarts),
         "evaluation": dataclasses.asdict(state.score) if state.score else None,
         "final_loss": meter.loss if meter.steps else None,
         "samples_per_second": meter.throughput(),
@@ -131,6 +132,7 @@ def _rows(facts: Facts, meter: Meter, state: State, score: Score, folder: Path) 
         ("test accuracy", f"{hits} (top-5 {100 * score.top5:.2f} %)" if facts.dataset.classes > 5 else hits),
         ("test loss", f"{score.loss:.4f}"),
         ("trained", f"{state.step} steps, {state.step * facts.plan.global_batch} samples"),
+        *([("restarts", f"{len(restarts)}; the first: {restarts[0]}")] if (restarts := facts.start.restarts) else []),
         *([("skipped", f"{state.skipped} samples that cannot be read")] if state.skipped else []),
     ]
     if meter.steps:

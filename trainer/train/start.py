@@ -33,6 +33,7 @@ class Start:
         listen_fd: rank 0's listening socket from the agent, or None.
         on_end: called with (code, line) when another rank ends for good.
         pulse: takes this rank's signs of life.
+        restarts: why each start before this one ended, where our agent starts the ranks anew.
     """
 
     config: Config
@@ -45,6 +46,7 @@ class Start:
     listen_fd: int | None
     on_end: Callable[[int, str], None]
     pulse: Pulse
+    restarts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
