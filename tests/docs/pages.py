@@ -13,8 +13,8 @@ from trainer import codes
 
 README, RUNNING = "README.md", "docs/running.md"
 LAUNCHING, EXTENDING = "docs/launching.md", "docs/extending.md"
-DATA = "docs/data.md"
-PAGES = (README, RUNNING, LAUNCHING, EXTENDING, DATA)
+DATA, CHECKPOINTS = "docs/data.md", "docs/checkpoints.md"
+PAGES = (README, RUNNING, LAUNCHING, EXTENDING, DATA, CHECKPOINTS)
 
 TINY = " --steps 2 --log-every 1 --limit-test 10"
 SAVED_TWICE = f"{TINY} --checkpoint-every 1"

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.conftest import ROOT, Run
-from tests.docs.pages import COMMANDS, FAKE_NVML, LAUNCHING, PAGES, RUNNING
+from tests.docs.pages import CHECKPOINTS, COMMANDS, FAKE_NVML, LAUNCHING, PAGES, RUNNING
 from trainer import codes
 from trainer.config import settings
 
@@ -78,3 +78,12 @@ def test_glyphs_recipe_spells_out_the_defaults(run_trainer: Run):
     experiment = {item.flag for item in settings().values() if item.tag == "experiment" and item.default is not None}
     for_others = {"--random-shape", "--random-classes", "--sync-batchnorm", "--freeze-backbone", "--min-crop"}
     assert set(values) == experiment - for_others
+
+
+def test_every_promise_names_a_test_that_is_there():
+    text = (ROOT / CHECKPOINTS).read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith(("| ---", "| promise"))]
+    assert [row for row in rows if "::test_" not in row] == []
+    assert [name for path, name in named if f"\ndef {name}(" not in (ROOT / path).read_text()] == []
+    assert len(named) > len(rows) > 20
