@@ -41,8 +41,10 @@ MEANINGS = {
 PERMANENT = frozenset({SETTING, DATA, DIVERGED, NO_PROGRESS})
 
 
+#: With this a rank tells torch's elastic agent alone that it has saved and makes way for a start with other nodes.
+NODES_CHANGED = 129
 #: Codes of what obeyed a stop signal.
-STOP_CODES = frozenset({INTERRUPTED, TERMINATED})
+STOP_CODES = frozenset({NODES_CHANGED, INTERRUPTED, TERMINATED})
 
 
 class TrainerError(Exception):

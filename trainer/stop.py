@@ -8,29 +8,35 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Mapping
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_PLAIN = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT}
 
 
 class Stop:
     """Remember the last stop signal that this process received.
+
+    Args:
+        meanings: which signals to handle, and as which to take them; of several ranks' signals the highest counts.
 
     Attributes:
         signum: 0 until a signal came, then its number.
         since: when the first one came, by the monotonic clock; 0.0 until then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, meanings: Mapping[signal.Signals, signal.Signals] = _PLAIN) -> None:
         self.signum, self.since = 0, 0.0
+        self._meanings = meanings
 
     def install(self) -> None:
-        """Handle SIGTERM and SIGINT by setting the flag, from now on; call in the main thread."""
-        for signum in SIGNALS:
+        """Handle the signals by setting the flag, from now on; call in the main thread."""
+        for signum in self._meanings:
             signal.signal(signum, self._receive)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
-        self.receive(signum)
+        self.receive(self._meanings[signal.Signals(signum)])
 
     def receive(self, signum: int) -> None:
         """Take note of a stop signal, also of one that another rank received."""

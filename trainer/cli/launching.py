@@ -16,6 +16,7 @@ from pathlib import Path
 import trainer
 from trainer import agent, codes, devices, log, stop
 from trainer.beat import Phase, Records
+from trainer.cli.elastic import run_elastic
 from trainer.cli.environment import AGENT_JOB, AGENT_PID, BEAT_FD, STORE_FD
 from trainer.cli.hangs import allowance_for
 from trainer.cli.ranks import exit_now, run_rank, visible_devices
@@ -47,12 +48,10 @@ def dispatch(job: Job) -> int:
     if isinstance(place, Rank):
         _set_environment(_rank_environment(resolved, place.local_world_size or 1))
         return run_rank(job, place, listen_fd=_descriptor(STORE_FD), beat_fd=_descriptor(BEAT_FD))
-    if place.elastic is not None:
-        raise SettingError(
-            f"nodes {place.elastic.minimum}:{place.elastic.maximum} (elastic) cannot be started yet; give a fixed number with --nnodes"
-        )
     processes = count_processes(resolved, place)
     _set_environment(_rank_environment(resolved, processes) | _single_node_environment(place, processes))
+    if place.elastic is not None:
+        return run_elastic(job, place, processes=processes)
     if place.launcher == "spawn":
         return _spawn(job, place, processes=processes)
     return _supervise(job, place, processes=processes)

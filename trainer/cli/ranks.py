@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainer import codes, devices, log, stop
 from trainer.beat import Pulse
+from trainer.cli.elastic import note_end, prepare_rank
 from trainer.cli.hangs import allowance_for, print_stacks_on_request, watched
 from trainer.cli.resolved import Job, Resolved
 from trainer.codes import Stopped, TrainerError
@@ -33,6 +34,7 @@ def run_rank(job: Job, rank: Rank, *, listen_fd: int | None, beat_fd: int | None
         listen_fd, beat_fd: rank 0's listening socket and the records of signs of life, from our agent; None without one.
     """
     stop.restore_defaults()
+    flag = prepare_rank()
     print_stacks_on_request()
     with contextlib.suppress(OSError):  # it may be gone
         if (here := str(Path.cwd())) not in sys.path:
@@ -41,10 +43,11 @@ def run_rank(job: Job, rank: Rank, *, listen_fd: int | None, beat_fd: int | None
     in_place = beat_fd is None and job.command != "prepare"  # which has but one phase, of any length
     try:
         with watched(pulse) if in_place else contextlib.nullcontext():
-            _run(job, _start(job, rank, listen_fd, pulse))
+            _run(job, _start(job, rank, listen_fd, pulse, flag))
         return codes.OK
     except Stopped as stopped:
-        log.info(f"stopped by {signal.Signals(stopped.signum).name}")
+        changed = stopped.code == codes.NODES_CHANGED
+        log.info("stopped: the nodes change" if changed else f"stopped by {signal.Signals(stopped.signum).name}")
         return _leave(stopped.code)
     except TrainerError as error:
         if not error.shared or rank.rank == 0:
@@ -79,7 +82,8 @@ def describe_error(error: BaseException) -> str:
 
 
 def _leave(code: int) -> int:
-    """End the process here if torch's threads are up: after a failure, tearing a broken group down may hang or abort."""
+    """Leave word of it, and end the process here if torch's threads are up: after a failure, tearing a broken group down may hang or abort."""
+    note_end(code)
     if "torch" in sys.modules and threading.active_count() > 1:
         exit_now(code)
     return code
@@ -96,10 +100,11 @@ def exit_now(code: int) -> None:
 def _end_with_peer(code: int, line: str) -> None:
     time.sleep(_FAREWELL_SECONDS)
     log.error(line)
+    note_end(code)
     exit_now(code)
 
 
-def _start(job: Job, rank: Rank, listen_fd: int | None, pulse: Pulse) -> Start:
+def _start(job: Job, rank: Rank, listen_fd: int | None, pulse: Pulse, flag: stop.Stop) -> Start:
     resolved, visible = job.resolved, visible_devices(job.resolved.config)
     from trainer.train import Start
 
@@ -107,7 +112,7 @@ def _start(job: Job, rank: Rank, listen_fd: int | None, pulse: Pulse) -> Start:
         config=resolved.config,
         sources=resolved.sources,
         rank=rank,
-        stop=stop.Stop(),
+        stop=flag,
         devices=visible,
         cpus=devices.usable_cpus(),
         cache_dir=_cache_dir(resolved),
