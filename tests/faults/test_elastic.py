@@ -161,3 +161,16 @@ def test_what_an_elastic_run_cannot_be_is_said_before_it_starts(
     assert ended.code == 2
     (line,) = ended.err.splitlines()
     assert words in json.loads(line)["message"]
+
+
+def test_when_the_node_that_holds_the_rendezvous_is_lost_the_others_end(new_slow_job: NewJob, free_port: int) -> None:
+    job = new_slow_job("job")
+    job.env |= slowed(0.15)
+    first = node(job, free_port, *SLOWLY)
+    wait_until(lambda: _listens(free_port))
+    second = node(job, free_port, *SLOWLY)
+    wait_until(lambda: job.saved_steps(), seconds=60)
+    os.killpg(first.pid, signal.SIGKILL)
+    _, err = second.communicate(timeout=60)
+    assert second.returncode == 170, err
+    assert f"the nodes did not meet at 127.0.0.1:{free_port}" in err.splitlines()[-1]

@@ -132,6 +132,7 @@ def fit(
     plan, group = update.plan, update.group
     agreement, own_error = Agreement(group, counting=update.config.bad_samples == "skip"), None
     skipped_before, own_skipped = state.skipped, 0
+    _check_not_stopped(agreement, stop, step=state.step)
     while state.step < plan.steps:
         group.where = f"step {state.step + 1}"
         with meter.time("data"):
@@ -177,6 +178,13 @@ def fit(
                 )  # rank 0 writes; the others go on to the next collective
         if signum:
             raise Stopped(signum)
+
+
+def _check_not_stopped(agreement: Agreement, stop: Stop, *, step: int) -> None:
+    """Raise Stopped on all ranks where one was stopped while it started: nothing was done, and nothing is to be saved."""
+    agreement.ask(step=step, stop=stop.signum, finite=torch.tensor(True))
+    if signum := agreement.settled().stop:
+        raise Stopped(signum)
 
 
 def _is_best(state: State) -> bool:
