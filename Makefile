@@ -35,10 +35,10 @@ test-launchers: .venv/.test ## train under every launcher and print one table; r
 	tests/launchers/install.sh && .venv/bin/pytest -n 2 tests/launchers $(ARGS)
 
 test-faults: .venv/.test ## break runs on purpose: kills, signals, hangs, disks, lost peers; prints what it took to go on
-	.venv/bin/pytest -n 2 tests/faults $(ARGS)
+	tests/faults/install.sh && .venv/bin/pytest -n 2 tests/faults $(ARGS)
 
 test-faults-long: .venv/.test ## the same with the long counts
-	.venv/bin/pytest -n 2 tests/faults -m "not gpu" $(ARGS)
+	tests/faults/install.sh && .venv/bin/pytest -n 2 tests/faults -m "not gpu" $(ARGS)
 
 test-gpu: ## run the tests that need GPUs, with the torch that PYTHON has
 	$(PYTHON) -m pytest -m gpu $(ARGS)

@@ -250,7 +250,7 @@ def test_the_first_child_alone_gets_the_listener(tmp_path: Path) -> None:
         "child = 'import os, sys; sys.exit(0 if os.path.exists(\"/proc/self/fd/\" + sys.argv[1]) else 7)'\n"
         "command = [sys.executable, '-c', child, str(listener.fileno())]\n"
         "launch = agent.Launch([dict(os.environ)] * int(sys.argv[1]), listener)\n"
-        "code = agent.supervise(command, launch=lambda _: launch, first_rank=0, grace=5)\n"
+        "code = agent.supervise(command, launch=lambda *_: launch, first_rank=0, grace=5)\n"
         "sys.exit(code + 10 * (listener.fileno() != -1))\n"
     )
     for ranks, code in ((1, 0), (2, 7)):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer import codes, log
+from trainer.agent.recorder import Recorder
 from trainer.agent.watch import SIGNALS, Child, watch
 from trainer.beat import Records, Sign
 
@@ -49,6 +50,7 @@ def supervise(
     first_rank: int,
     grace: float,
     max_restarts: int = 0,
+    recorder: Recorder | None = None,
 ) -> int:
     """Run `command` once per rank, again where ranks were lost, and return the node's exit code.
 
@@ -57,6 +59,7 @@ def supervise(
             it ended; may raise SettingError.
         first_rank: the number of the first child, for messages.
         grace: seconds between a stop signal and SIGKILL.
+        recorder: asked for NCCL's last collectives where a rank hangs.
         max_restarts: how often all ranks are started again without a newer checkpoint in between.
     """
     # Blocked signals are taken one by one: no handler runs in the middle of anything, and it works as PID 1.
@@ -65,7 +68,7 @@ def supervise(
     while not (stop := _pending_stop()):
         launched = launch(told, causes)
         children = _start(command, launched, first_rank=first_rank)
-        ends = watch(children, grace=grace, records=launched.records)
+        ends = watch(children, grace=grace, records=launched.records, recorder=recorder)
         signs = launched.records.read() if launched.records else []
         told = next((sign.text for sign in signs if sign.text), told)
         if not ends.may_start_again or not budget.take(signs):

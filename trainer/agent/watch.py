@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from trainer import codes, log
 from trainer.agent.ends import Ends, meaning
 from trainer.agent.hangs import Hangs, show_stacks
+from trainer.agent.recorder import Recorder
 from trainer.beat import Records
 
 #: What the agent waits for; blocked in it.
@@ -37,7 +38,9 @@ class Child:
         return None if self.process.returncode is None else codes.from_process(self.process.returncode)
 
 
-def watch(children: Sequence[Child], *, grace: float, records: Records | None) -> Ends:
+def watch(
+    children: Sequence[Child], *, grace: float, records: Records | None, recorder: Recorder | None = None
+) -> Ends:
     """Wait for the children, forward stop signals, and end what has not ended in time; return how they ended.
 
     Raises nothing, and leaves no child and no zombie, but for one that the kernel does not let go.
@@ -54,7 +57,7 @@ def watch(children: Sequence[Child], *, grace: float, records: Records | None) -
             _kill(running, ends)
             deadline = time.monotonic() + _GONE_SECONDS
         elif deadline is None and (hung := hangs.find({child.index: child.process.pid for child in running})):
-            _end_hang(running, hung, ends)
+            _end_hang(running, hung, ends, recorder)
             deadline = time.monotonic() + _GONE_SECONDS
         for child in running:
             if child.process.poll() is not None:
@@ -104,13 +107,17 @@ def _kill(running: Sequence[Child], ends: Ends) -> None:
         child.process.kill()
 
 
-def _end_hang(running: Sequence[Child], hung: dict[int, str], ends: Ends) -> None:
+def _end_hang(running: Sequence[Child], hung: dict[int, str], ends: Ends, recorder: Recorder | None) -> None:
     """Say which ranks hang, have every rank of the node print its stacks, and kill all of them."""
     ends.hung = tuple(child.rank for child in running if child.index in hung)
     for child in running:
         if child.index in hung:
             log.error(f"rank {child.rank} is hung: {hung[child.index]}")
+    if recorder is not None:
+        recorder.ask(child.rank for child in running)  # they write while the stacks are printed
     show_stacks({child.rank: child.process for child in running})
+    if recorder is not None and (written := recorder.written()):
+        log.error(f"NCCL's flight recorder: {', '.join(map(str, written))}")
     log.error("all ranks of this node are killed: nothing goes on without the one that is hung")
     for child in running:
         child.killed = True
