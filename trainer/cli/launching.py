@@ -5,6 +5,7 @@ Writes os.environ, from values that functions return, before torch is imported.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -144,7 +145,7 @@ def _rank_environment(resolved: Resolved, local_ranks: int) -> dict[str, str]:
 
 def _single_node_environment(node: Node, processes: int) -> dict[str, str]:
     # A host's own name may resolve to nothing that gloo can use; within one host the loopback always works.
-    return {"GLOO_SOCKET_IFNAME": "lo"} if node.nodes == 1 and processes > 1 else {}
+    return {"GLOO_SOCKET_IFNAME": "lo"} if node.nodes == 1 and processes > 1 and not node.elastic else {}
 
 
 def _set_environment(wanted: dict[str, str]) -> None:
@@ -187,13 +188,16 @@ def _supervise(job: Job, node: Node, *, processes: int) -> int:
     # -P: a file trainer.py in the working folder must not be run in our place.
     command = [sys.executable, "-P", "-m", "trainer", *sys.argv[1:]]
     restarts = config.max_restarts if config.max_restarts is not None else 3 if node.nodes == 1 else 0
-    return agent.supervise(
-        command,
-        launch=lambda run_name, causes: _launch(_again(job, run_name, causes), node, processes=processes),
-        first_rank=node.node_rank * processes,
-        grace=config.grace,
-        max_restarts=restarts if job.command == "train" else 0,
-    )
+    with agent.recorder() if visible_devices(config) else contextlib.nullcontext() as recorder:
+        _set_environment(recorder.environment if recorder else {})
+        return agent.supervise(
+            command,
+            launch=lambda run_name, causes: _launch(_again(job, run_name, causes), node, processes=processes),
+            first_rank=node.node_rank * processes,
+            grace=config.grace,
+            max_restarts=restarts if job.command == "train" else 0,
+            recorder=recorder,
+        )
 
 
 def _again(job: Job, run_name: str, causes: Sequence[str]) -> Job:
