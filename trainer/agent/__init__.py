@@ -2,11 +2,11 @@
 
 The agent imports no torch, so it is up at once, stays small, and is not caught in what catches a rank. It knows nothing of
 models or data, and it gets the children's environments from its caller. How one start goes is in `watch.py`, what a hang is and
-what is done about it in `hangs.py` and `recorder.py`, how ends become one code in `ends.py`, when there is another start in `starts.py`.
+what is done about it in `hangs.py` and `flight.py`, how ends become one code in `ends.py`, when there is another start in `starts.py`.
 """
 
 from trainer.agent.ends import Ends
-from trainer.agent.recorder import recorder
+from trainer.agent.flight import flight_recorder
 from trainer.agent.starts import Launch, listen, supervise
 
-__all__ = ["Ends", "Launch", "listen", "recorder", "supervise"]
+__all__ = ["Ends", "Launch", "flight_recorder", "listen", "supervise"]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer import codes, log
-from trainer.agent.recorder import Recorder
+from trainer.agent.flight import FlightRecorder
 from trainer.agent.watch import SIGNALS, Child, watch
 from trainer.beat import Records, Sign
 
@@ -50,7 +50,7 @@ def supervise(
     first_rank: int,
     grace: float,
     max_restarts: int = 0,
-    recorder: Recorder | None = None,
+    recorder: FlightRecorder | None = None,
 ) -> int:
     """Run `command` once per rank, again where ranks were lost, and return the node's exit code.
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from trainer import codes, log
 from trainer.agent.ends import Ends, meaning
+from trainer.agent.flight import FlightRecorder
 from trainer.agent.hangs import Hangs, show_stacks
-from trainer.agent.recorder import Recorder
 from trainer.beat import Records
 
 #: What the agent waits for; blocked in it.
@@ -39,7 +39,7 @@ class Child:
 
 
 def watch(
-    children: Sequence[Child], *, grace: float, records: Records | None, recorder: Recorder | None = None
+    children: Sequence[Child], *, grace: float, records: Records | None, recorder: FlightRecorder | None = None
 ) -> Ends:
     """Wait for the children, forward stop signals, and end what has not ended in time; return how they ended.
 
@@ -107,7 +107,7 @@ def _kill(running: Sequence[Child], ends: Ends) -> None:
         child.process.kill()
 
 
-def _end_hang(running: Sequence[Child], hung: dict[int, str], ends: Ends, recorder: Recorder | None) -> None:
+def _end_hang(running: Sequence[Child], hung: dict[int, str], ends: Ends, recorder: FlightRecorder | None) -> None:
     """Say which ranks hang, have every rank of the node print its stacks, and kill all of them."""
     ends.hung = tuple(child.rank for child in running if child.index in hung)
     for child in running:

@@ -188,7 +188,7 @@ def _supervise(job: Job, node: Node, *, processes: int) -> int:
     # -P: a file trainer.py in the working folder must not be run in our place.
     command = [sys.executable, "-P", "-m", "trainer", *sys.argv[1:]]
     restarts = config.max_restarts if config.max_restarts is not None else 3 if node.nodes == 1 else 0
-    with agent.recorder() if visible_devices(config) else contextlib.nullcontext() as recorder:
+    with agent.flight_recorder() if visible_devices(config) else contextlib.nullcontext() as recorder:
         _set_environment(recorder.environment if recorder else {})
         return agent.supervise(
             command,

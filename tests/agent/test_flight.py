@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from trainer.agent import recorder
+from trainer.agent import flight_recorder
 
 
 def test_a_rank_that_reads_its_pipe_is_asked_and_what_it_writes_is_found() -> None:
-    with recorder() as made:
+    with flight_recorder() as made:
         stem, dump = (made.environment[name] for name in ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"))
         # As torch does: made by the rank, opened for reading without waiting, looked at now and then.
         os.mkfifo(f"{stem}3.pipe")
@@ -27,7 +27,7 @@ def test_a_rank_that_reads_its_pipe_is_asked_and_what_it_writes_is_found() -> No
 
 
 def test_nothing_stays_where_nothing_was_written() -> None:
-    with recorder() as made:
+    with flight_recorder() as made:
         folder = Path(made.environment["TORCH_FR_DUMP_TEMP_FILE"]).parent
         assert folder.is_dir()
         made.ask(range(8))  # gloo: no pipes
@@ -36,7 +36,7 @@ def test_nothing_stays_where_nothing_was_written() -> None:
 
 @pytest.mark.timeout(20)
 def test_a_pipe_that_is_full_or_that_nobody_reads_is_not_waited_for() -> None:
-    with recorder() as made:
+    with flight_recorder() as made:
         stem = made.environment["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"]
         for rank in (0, 1):
             os.mkfifo(f"{stem}{rank}.pipe")

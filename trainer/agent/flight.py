@@ -17,7 +17,7 @@ _ENTRIES = 2000
 _PIPE, _DUMP = "pipe-of-rank-", "nccl-of-rank-"
 
 
-class Recorder:
+class FlightRecorder:
     """Hold the folder in which ranks leave what their flight recorders hold.
 
     Attributes:
@@ -46,9 +46,9 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def recorder() -> Iterator[Recorder]:
+def flight_recorder() -> Iterator[FlightRecorder]:
     """Make a folder for a node's ranks; it stays only if one of them has written into it."""
-    made = Recorder(Path(tempfile.mkdtemp(prefix="trainer-")))
+    made = FlightRecorder(Path(tempfile.mkdtemp(prefix="trainer-")))
     try:
         yield made
     finally:
