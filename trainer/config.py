@@ -166,6 +166,10 @@ class Config:
     log_every: int = _setting(50, "Steps between log lines.", _OUT, "operation", minimum=1)
     log_format: str = _setting("text", "Form of the log lines.", _OUT, "operation", choices=("text", "json"))
 
+    metrics_port: int = _setting(9464, "Port of the node's endpoint: /metrics for Prometheus, /healthz, /readyz; 0: none.", _OUT, "operation", minimum=0, maximum=65535)
+    metrics_address: str = _setting("", "Address that the endpoint listens on. Empty: all of this host's.", _OUT, "operation")
+    metrics_linger_seconds: float | None = _setting(None, "How long the endpoint stays after a good end, for the last scrape. Unset: 35 in Kubernetes, else 0.", _OUT, "operation", minimum=0, maximum=_MONTH)
+
     launcher: str = _setting("auto", "Who starts the ranks: auto asks the environment; agent, spawn and none are ours; the others force a reading.", _LAUNCH, "operation", choices=("auto", "agent", "spawn", "none", "torchrun", "env", "pod", "openmpi", "mvapich", "slurm", "pmi"))
     strategy: str = _setting("auto", "auto (ddp for several ranks, else single), single, dp (nn.DataParallel) or ddp.", _LAUNCH, "operation", choices=("auto", "single", "dp", "ddp"))
     nnodes: int | None = _setting(None, "Number of nodes.", _LAUNCH, "operation", minimum=1, maximum=10**5)

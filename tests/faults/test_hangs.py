@@ -5,17 +5,7 @@ Which ranks the agent takes for hung, with small children in place of ranks: ../
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import signal
-import subprocess
-import time
-from pathlib import Path
-
-import pytest
-
-from tests.distributed.conftest import Job, Outcome, rank_pid, reach, wait_until
+from tests.distributed.conftest import Job
 
 HANG_SECONDS = 3
 #: How much later than its limit everything has to be over.

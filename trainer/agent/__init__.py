@@ -7,6 +7,6 @@ what is done about it in `hangs.py` and `flight.py`, how ends become one code in
 
 from trainer.agent.ends import Ends
 from trainer.agent.flight import flight_recorder
-from trainer.agent.starts import Launch, listen, supervise
+from trainer.agent.starts import Launch, is_stopped, listen, supervise
 
-__all__ = ["Ends", "Launch", "flight_recorder", "listen", "supervise"]
+__all__ = ["Ends", "Launch", "flight_recorder", "is_stopped", "listen", "supervise"]

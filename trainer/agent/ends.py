@@ -6,6 +6,7 @@ import signal
 from dataclasses import dataclass, field
 
 from trainer import codes
+from trainer.metrics import Reason, reason_of
 
 
 @dataclass
@@ -51,6 +52,11 @@ class Ends:
             names = ", ".join(map(str, self.hung))
             return f"{'rank' if len(self.hung) == 1 else 'ranks'} {names} hung"
         return "a peer was lost"
+
+    @property
+    def reason(self) -> Reason:
+        """Say in one of the words of the metrics what ended the ranks."""
+        return reason_of(self.first[1]) or "peer" if self.first else "hang" if self.hung else "peer"
 
     @property
     def may_start_again(self) -> bool:

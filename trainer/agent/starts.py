@@ -16,6 +16,7 @@ from trainer import codes, log
 from trainer.agent.flight import FlightRecorder
 from trainer.agent.watch import SIGNALS, Child, watch
 from trainer.beat import Records, Sign
+from trainer.metrics import AgentRecorder
 
 _PR_SET_PDEATHSIG = 1
 
@@ -51,6 +52,7 @@ def supervise(
     grace: float,
     max_restarts: int = 0,
     recorder: FlightRecorder | None = None,
+    metrics: AgentRecorder | None = None,
 ) -> int:
     """Run `command` once per rank, again where ranks were lost, and return the node's exit code.
 
@@ -59,21 +61,25 @@ def supervise(
             it ended; may raise SettingError.
         first_rank: the number of the first child, for messages.
         grace: seconds between a stop signal and SIGKILL.
+        metrics: told of starts, ends and signals.
         recorder: asked for NCCL's last collectives where a rank hangs.
         max_restarts: how often all ranks are started again without a newer checkpoint in between.
     """
     # Blocked signals are taken one by one: no handler runs in the middle of anything, and it works as PID 1.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     budget, told, causes = _Budget(max_restarts), "", list[str]()
+    metrics = metrics or AgentRecorder.off()
     while not (stop := _pending_stop()):
+        metrics.phase("init")
         launched = launch(told, causes)
         children = _start(command, launched, first_rank=first_rank)
-        ends = watch(children, grace=grace, records=launched.records, recorder=recorder)
+        ends = watch(children, grace=grace, records=launched.records, recorder=recorder, metrics=metrics)
         signs = launched.records.read() if launched.records else []
         told = next((sign.text for sign in signs if sign.text), told)
         if not ends.may_start_again or not budget.take(signs):
             return ends.code
         causes.append(ends.cause)
+        metrics.restart(ends.reason)
         log.warning(f"restart {budget.used} of {max_restarts}: {ends.cause}")
     return 128 + stop
 
@@ -98,6 +104,11 @@ class _Budget:
             return False
         self.used += 1
         return True
+
+
+def is_stopped() -> bool:
+    """Tell whether a stop signal has come since the last rank ended."""
+    return bool(_pending_stop())
 
 
 def _pending_stop() -> int:

@@ -14,6 +14,7 @@ from trainer.agent.ends import Ends, meaning
 from trainer.agent.flight import FlightRecorder
 from trainer.agent.hangs import Hangs, show_stacks
 from trainer.beat import Records
+from trainer.metrics import AgentRecorder, reason_of
 
 #: What the agent waits for; blocked in it.
 SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
@@ -39,7 +40,12 @@ class Child:
 
 
 def watch(
-    children: Sequence[Child], *, grace: float, records: Records | None, recorder: FlightRecorder | None = None
+    children: Sequence[Child],
+    *,
+    grace: float,
+    records: Records | None,
+    metrics: AgentRecorder,
+    recorder: FlightRecorder | None = None,
 ) -> Ends:
     """Wait for the children, forward stop signals, and end what has not ended in time; return how they ended.
 
@@ -49,6 +55,7 @@ def watch(
     while running := [child for child in children if child.code is None]:
         received = _receive(hangs.seconds if deadline is None else max(0.0, deadline - time.monotonic()))
         if received in (signal.SIGTERM, signal.SIGINT):
+            metrics.stop_signal()
             _forward(received, running, ends)
         elif not received and deadline is not None:
             if all(child.killed for child in running):
@@ -57,11 +64,13 @@ def watch(
             _kill(running, ends)
             deadline = time.monotonic() + _GONE_SECONDS
         elif deadline is None and (hung := hangs.find({child.index: child.process.pid for child in running})):
+            for _ in hung:
+                metrics.hang()
             _end_hang(running, hung, ends, recorder)
             deadline = time.monotonic() + _GONE_SECONDS
         for child in running:
             if child.process.poll() is not None:
-                _note(child, ends, only=len(children) == 1)
+                _note(child, ends, metrics, only=len(children) == 1)
         _reap_orphans(children)
         if not ends.stop and not ends.hung and (stopped := codes.STOP_CODES & set(ends.codes.values())):
             # A rank was stopped by somebody else: ranks that still wait for it at the start would not hear of it.
@@ -85,8 +94,10 @@ def _forward(signum: int, running: Sequence[Child], ends: Ends) -> None:
         child.process.send_signal(signum)
 
 
-def _note(child: Child, ends: Ends, *, only: bool) -> None:
+def _note(child: Child, ends: Ends, metrics: AgentRecorder, *, only: bool) -> None:
     assert child.code is not None
+    if reason := reason_of(child.code, hung=child.rank in ends.hung, killed=child.killed):
+        metrics.rank_exit(reason)
     was_first = ends.first
     ends.add(child.rank, child.code, killed=child.killed)
     if ends.first is was_first:

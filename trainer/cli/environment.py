@@ -17,10 +17,11 @@ from trainer.codes import SettingError
 from trainer.config import PREFIX, Setting, parse, settings
 
 #: Variables of our own that are no settings: the agent tells its children who it is, what to do, where the store's socket is,
-#: where to give signs of life; an elastic one, where to leave word of an end.
+#: where to give signs of life, where their metrics go; an elastic one, where to leave word of an end.
 AGENT_PID, AGENT_JOB = "TRAINER_AGENT_PID", "TRAINER_AGENT_JOB"
 STORE_FD, BEAT_FD, END_FILE = "TRAINER_STORE_FD", "TRAINER_BEAT_FD", "TRAINER_END_FILE"
-_INTERNAL = (AGENT_PID, AGENT_JOB, STORE_FD, BEAT_FD, END_FILE)
+METRICS_DIR = "TRAINER_METRICS_DIR"
+_INTERNAL = (AGENT_PID, AGENT_JOB, STORE_FD, BEAT_FD, END_FILE, METRICS_DIR)
 
 _LINK_NAME = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?$")
 _LINK_VALUE = re.compile(r"^(tcp|udp|sctp)://")

@@ -19,6 +19,7 @@ from trainer import agent, codes, devices, log, stop
 from trainer.beat import Phase, Records
 from trainer.cli.elastic import run_elastic
 from trainer.cli.environment import AGENT_JOB, AGENT_PID, BEAT_FD, STORE_FD
+from trainer.cli.exposing import exposed, phase_of
 from trainer.cli.hangs import allowance_for
 from trainer.cli.ranks import exit_now, run_rank, visible_devices
 from trainer.cli.resolved import Job, Resolved
@@ -188,16 +189,31 @@ def _supervise(job: Job, node: Node, *, processes: int) -> int:
     # -P: a file trainer.py in the working folder must not be run in our place.
     command = [sys.executable, "-P", "-m", "trainer", *sys.argv[1:]]
     restarts = config.max_restarts if config.max_restarts is not None else 3 if node.nodes == 1 else 0
-    with agent.flight_recorder() if visible_devices(config) else contextlib.nullcontext() as recorder:
-        _set_environment(recorder.environment if recorder else {})
-        return agent.supervise(
+    first_rank, trains = node.node_rank * processes, job.command == "train"
+    with (
+        agent.flight_recorder() if visible_devices(config) else contextlib.nullcontext() as recorder,
+        exposed(config, first_rank=first_rank, wanted=trains) as seen,
+    ):
+        _set_environment((recorder.environment if recorder else {}) | seen.environment)
+
+        def launch(run_name: str, causes: Sequence[str]) -> agent.Launch:
+            launched = _launch(_again(job, run_name, causes), node, processes=processes)
+            seen.records = launched.records
+            return launched
+
+        code = agent.supervise(
             command,
-            launch=lambda run_name, causes: _launch(_again(job, run_name, causes), node, processes=processes),
-            first_rank=node.node_rank * processes,
+            launch=launch,
+            first_rank=first_rank,
             grace=config.grace,
-            max_restarts=restarts if job.command == "train" else 0,
+            max_restarts=restarts if trains else 0,
             recorder=recorder,
+            metrics=seen.recorder,
         )
+        seen.recorder.phase(phase_of(code))
+        if code == codes.OK:
+            seen.linger(config.metrics_linger_seconds, stop=agent.is_stopped)
+        return code
 
 
 def _again(job: Job, run_name: str, causes: Sequence[str]) -> Job:

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 from trainer import codes, devices, log, stop
 from trainer.beat import Pulse
 from trainer.cli.elastic import note_end, prepare_rank
+from trainer.cli.exposing import process_began, recorder_of_rank
 from trainer.cli.hangs import allowance_for, print_stacks_on_request, watched
 from trainer.cli.resolved import Job, Resolved
 from trainer.codes import Stopped, TrainerError
 from trainer.config import Config
 from trainer.launch import Rank
+from trainer.metrics import Recorder
 
 if TYPE_CHECKING:
     from trainer.train import Start
@@ -35,6 +37,7 @@ def run_rank(job: Job, rank: Rank, *, listen_fd: int | None, beat_fd: int | None
     """
     stop.restore_defaults()
     flag = prepare_rank()
+    recorder = recorder_of_rank(rank=rank.rank, local_rank=rank.local_rank, since=process_began())
     print_stacks_on_request()
     with contextlib.suppress(OSError):  # it may be gone
         if (here := str(Path.cwd())) not in sys.path:
@@ -43,7 +46,7 @@ def run_rank(job: Job, rank: Rank, *, listen_fd: int | None, beat_fd: int | None
     in_place = beat_fd is None and job.command != "prepare"  # which has but one phase, of any length
     try:
         with watched(pulse) if in_place else contextlib.nullcontext():
-            _run(job, _start(job, rank, listen_fd, pulse, flag))
+            _run(job, _start(job, rank, listen_fd, pulse, flag, recorder))
         return codes.OK
     except Stopped as stopped:
         changed = stopped.code == codes.NODES_CHANGED
@@ -104,7 +107,7 @@ def _end_with_peer(code: int, line: str) -> None:
     exit_now(code)
 
 
-def _start(job: Job, rank: Rank, listen_fd: int | None, pulse: Pulse, flag: stop.Stop) -> Start:
+def _start(job: Job, rank: Rank, listen_fd: int | None, pulse: Pulse, flag: stop.Stop, recorder: Recorder) -> Start:
     resolved, visible = job.resolved, visible_devices(job.resolved.config)
     from trainer.train import Start
 
@@ -120,6 +123,7 @@ def _start(job: Job, rank: Rank, listen_fd: int | None, pulse: Pulse, flag: stop
         on_end=_end_with_peer,
         pulse=pulse,
         restarts=job.restarts,
+        recorder=recorder,
     )
 
 

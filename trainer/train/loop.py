@@ -144,10 +144,11 @@ def fit(
         own_skipped += batch.skipped
         finite = torch.isfinite(loss)
         agreement.ask(step=state.step, stop=stop.signum, finite=finite, failed=batch.code, skipped=own_skipped)
-        meter.step(loss, step=state.step)
+        meter.step(loss, step=state.step, samples=len(batch.labels))
         if meter.steps == 1:
             save.reserve()
-        verdict = agreement.previous()
+        with meter.time("agree"):
+            verdict = agreement.previous()
         verdict.raise_if_bad(own_error, rank=group.rank)
         evaluates, saves = plan.evaluates_after(state.step), plan.saves_after(state.step)
         if verdict.stop or evaluates or saves:

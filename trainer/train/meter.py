@@ -5,28 +5,35 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 
 from trainer import log
 from trainer.beat import Phase, Pulse
 from trainer.group import Group
+from trainer.metrics import Recorder
 from trainer.progress import Live, duration
 from trainer.train.plan import Plan
+from trainer.train.split import Waiting
 
-KINDS = ("data", "compute", "evaluate", "save")
+KINDS = ("data", "compute", "agree", "evaluate", "save")
 _PHASES = {"evaluate": Phase.EVALUATION, "save": Phase.SAVING}
+_SEEN: dict[str, Literal["eval", "checkpoint"]] = {"evaluate": "eval", "save": "checkpoint"}
 
 
 class Meter:
     """Add up seconds, steps and losses of one rank."""
 
-    def __init__(self, plan: Plan, group: Group, *, start: int, live: Live, pulse: Pulse) -> None:
+    def __init__(
+        self, plan: Plan, group: Group, *, start: int, live: Live, pulse: Pulse, recorder: Recorder, waiting: Waiting
+    ) -> None:
         self.seconds = dict.fromkeys(KINDS, 0.0)
         self.first_step_unix_seconds: float | None = None
         self.steps = 0
         self.loss = float("nan")
         self._plan, self._group, self._live, self._pulse = plan, group, live, pulse
+        self._recorder, self._waiting, self._told = recorder, waiting, dict(self.seconds)
         self._began = time.monotonic()
         self._loss_sum = torch.zeros((), device=group.device)
         self._last: torch.Tensor | None = None
@@ -38,11 +45,14 @@ class Meter:
         """Count the time spent inside as `kind`, and tell what is about to begin where it may take longer than a step."""
         if kind in _PHASES:
             self._pulse.beat(_PHASES[kind])
+            self._recorder.phase(_SEEN[kind])
         began = time.monotonic()
         try:
             yield
         finally:
             self.seconds[kind] += time.monotonic() - began
+            if kind in _PHASES:
+                self._recorder.phase("train")
 
     @property
     def total_seconds(self) -> float:
@@ -59,8 +69,8 @@ class Meter:
         busy = self.seconds["data"] + self.seconds["compute"]
         return self.samples / busy if busy else 0.0
 
-    def step(self, loss: torch.Tensor, *, step: int) -> None:
-        """Take note of one step's loss, which stays on the device."""
+    def step(self, loss: torch.Tensor, *, step: int, samples: int) -> None:
+        """Take note of one step: its loss, which stays on the device, and how many samples were this rank's."""
         self.steps += 1
         self._pulse.step(step)
         self._loss_sum += loss
@@ -68,6 +78,13 @@ class Meter:
         if self.first_step_unix_seconds is None:
             self.first_step_unix_seconds = time.time()
         self._live.update(step=step, steps=self._plan.steps)
+        self._record(step, samples=samples)
+
+    def _record(self, step: int, *, samples: int) -> None:
+        data, compute, agree = (self.seconds[kind] - self._told[kind] for kind in ("data", "compute", "agree"))
+        self._told |= {kind: self.seconds[kind] for kind in ("data", "compute", "agree")}
+        waited = compute * self._waiting.part(compute)
+        self._recorder.step(step, samples=samples, data_wait=data, compute=compute - waited, comm_wait=waited + agree)
 
     def log(self, *, step: int, learning_rate: float) -> None:
         """Log the interval that ends here; the one sync with the device, and a mean over all ranks."""
@@ -85,5 +102,14 @@ class Meter:
             log.info(
                 line, step=step, loss=mean, learning_rate=learning_rate, samples_per_second=rate, left_seconds=left
             )
+        self._recorder.interval(loss=mean, learning_rate=learning_rate, remaining_seconds=left)
+        self._tell_memory()
         self._loss_sum.zero_()
         self._interval_step, self._interval_began, self._paused = step, time.monotonic(), pauses
+
+    def _tell_memory(self) -> None:
+        device = self._group.device
+        if device.type == "cuda":
+            peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            self._recorder.memory(allocated=peaks[0], reserved=peaks[1])

@@ -22,7 +22,13 @@ from trainer.train.plan import Plan
 from trainer.train.start import Choice, Start, versions
 
 FEW_STEPS = 20
-_WORDS = {"data": "waiting for data", "compute": "computing", "evaluate": "evaluating", "save": "saving"}
+_WORDS = {
+    "data": "waiting for data",
+    "compute": "computing",
+    "agree": "agreeing",
+    "evaluate": "evaluating",
+    "save": "saving",
+}
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,31 @@ def describe(facts: Facts, state: State) -> None:
             f"{plan.samples} samples; lower it, or raise --epochs"
         )
     log.info(f"{_count(plan.steps, 'step')}, {plan.epochs:.3g} epochs; global batch {_split(plan, group.world)}")
+
+
+def tell_facts(facts: Facts, folder: Path) -> None:
+    """Tell the metrics what is settled before the first step."""
+    start, choice, config = facts.start, facts.choice, facts.start.config
+    is_cuda = choice.device.type == "cuda"
+    properties = torch.cuda.get_device_properties(choice.device) if is_cuda else None
+    start.recorder.device(
+        device=str(choice.device),
+        uuid=str(properties.uuid) if properties else "",
+        model=properties.name if properties else "",
+    )
+    how = {"strategy": choice.strategy, "backend": choice.backend or "none", "precision": config.precision}
+    start.recorder.run(run=folder.name, model=config.model, dataset=config.dataset, **how)
+    world = facts.group.world
+    start.recorder.world(size=world, expected=world, global_batch_size=facts.plan.global_batch)
+
+
+def build_facts() -> dict[str, str]:
+    """Return the versions that the metrics tell."""
+    found = versions()
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""
+    return {"version": found["trainer"], "torch": found["torch"], "python": found["python"], "nccl": nccl} | {
+        "cuda": found.get("cuda", "")
+    }
 
 
 def describe_data(dataset: DataSet, *, warn: bool = True) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from trainer.config import Config
 from trainer.data import DataSet
 from trainer.evaluate import Score
 from trainer.group import Group
+from trainer.metrics import Recorder
 from trainer.optim import load_optimizer_tensors
 from trainer.train.folder import CHECKPOINTS, check_same
 from trainer.train.loop import State
@@ -19,15 +21,25 @@ from trainer.train.loop import State
 _HEAD_BYTES = 8
 
 
-def restore_state(state: State, folder: Path, *, config: Config, dataset: DataSet, group: Group) -> None:
+def restore_state(
+    state: State,
+    folder: Path,
+    *,
+    config: Config,
+    dataset: DataSet,
+    group: Group,
+    recorder: Recorder | None = None,
+) -> None:
     """Load the checkpoint that --resume asks for into `state`, on every rank; keep `state` where there is none.
 
     Raises:
         CheckpointError: none of the checkpoints there can be used.
         SettingError: the checkpoint was made with another experiment's settings or other data.
     """
+    recorder = recorder or Recorder.off()
     files = _unpack(group.from_rank_0(lambda: _pack(_read(folder, config))))
     if not files:
+        recorder.restored(None)
         return
     loaded = checkpoint.parse(files)
     where = f"the checkpoint of step {loaded.step}"
@@ -43,6 +55,7 @@ def restore_state(state: State, folder: Path, *, config: Config, dataset: DataSe
     state.score = Score(**loaded.state["score"]) if loaded.state["score"] else None
     state.scored_at = loaded.state["scored_at"]
     state.skipped, state.best = loaded.state.get("skipped", 0), loaded.state.get("best")
+    recorder.restored(state.step, saved_at=time.time())
     log.info(f"resumed at step {state.step}", step=state.step)
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import math
 import shutil
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -31,9 +32,10 @@ from trainer.train.loop import State, Update, autocast, check_finite, fit
 from trainer.train.meter import Meter
 from trainer.train.plan import Plan, check_skipped, make_plan
 from trainer.train.prepare import Prepare, open_trace
-from trainer.train.report import Facts, describe, finish
+from trainer.train.report import Facts, build_facts, describe, finish, tell_facts
 from trainer.train.restore import restore_state
 from trainer.train.saving import Saving, tell_outcome
+from trainer.train.split import Waiting
 from trainer.train.start import Choice, Start, choose, identity
 
 
@@ -80,11 +82,16 @@ def run(start: Start) -> None:
         Stopped: a stop signal was obeyed; the state is saved.
         TrainerError: with the exit code that goes with it.
     """
-    config = start.config
+    config, recorder = start.config, start.recorder
+    recorder.stage("import")
+    recorder.build(**build_facts())
     start.pulse.beat(Phase.PREPARE)
     prepare(config)
+    recorder.stage("data")
     start.pulse.beat(Phase.SETUP)
+    recorder.phase("rendezvous")
     with joined(start) as (choice, group), open_folder(start, group) as folder:
+        recorder.stage("rendezvous")
         start.pulse.tell(folder.name)
         if group.from_rank_0(lambda: b"yes" if folders.is_finished(folder) else b""):
             log.info(f"{folder} is finished: nothing to do")
@@ -93,12 +100,16 @@ def run(start: Start) -> None:
         check_same_data(dataset, group)
         facts = Facts(start, choice, group, dataset, plan)
         describe(facts, state)
-        restore_state(state, folder, config=config, dataset=dataset, group=group)
+        tell_facts(facts, folder)
+        recorder.stage("model")
+        recorder.phase("restore")
+        restore_state(state, folder, config=config, dataset=dataset, group=group, recorder=recorder)
         load_first_weights(state, config=config, dataset=dataset, group=group)
         state.network = wrap(state.model, config=config, choice=choice)
         meter = _train(start, state, folder=folder, dataset=dataset, plan=plan, group=group)
         start.pulse.beat(Phase.END)
         finish(facts, state, meter=meter, folder=folder)
+        recorder.close()
 
 
 def open_folder(start: Start, group: Group) -> contextlib.AbstractContextManager[Path]:
@@ -188,15 +199,16 @@ def _train(start: Start, state: State, *, folder: Path, dataset: DataSet, plan: 
     loading = loader_options(start, dataset=dataset, group=group)
 
     def score_now() -> Score:
+        began = time.monotonic()
         score = score_state(state, config=config, dataset=dataset, group=group, prepare=untraced, start=start)
         check_finite(score, step=state.step)
+        best = max(score.accuracy, state.best["accuracy"] if state.best else 0.0)
+        start.recorder.evaluated(time.monotonic() - began, loss=score.loss, accuracy=score.accuracy, best=best)
         return score
 
-    writer = checkpoint.Writer(
-        folder / folders.CHECKPOINTS, keep=config.keep, told=partial(tell_outcome, pulse=start.pulse)
-    )
-
-    save = Saving(state, writer, config, dataset, group, start.stop)
+    told = partial(tell_outcome, pulse=start.pulse, recorder=start.recorder)
+    writer = checkpoint.Writer(folder / folders.CHECKPOINTS, keep=config.keep, told=told)
+    save = Saving(state, writer, config, dataset, group, start.stop, start.recorder)
     loading |= {"seed": config.seed, "global_batch": plan.global_batch, "start": state.step, "steps": plan.steps}
     live = Live(wanted=group.rank == 0 and config.log_format == "text")
     with (
@@ -207,7 +219,17 @@ def _train(start: Start, state: State, *, folder: Path, dataset: DataSet, plan: 
     ):
         prepare = Prepare(dataset, group.device, channels_last=config.channels_last, trace=trace)
         update = Update(config, plan, group, prepare, classes=dataset.classes)
-        meter = Meter(plan, group, start=state.step, live=live, pulse=start.pulse)
+        waiting = Waiting(state.network)
+        meter = Meter(
+            plan, group, start=state.step, live=live, pulse=start.pulse, recorder=start.recorder, waiting=waiting
+        )
+        start.recorder.begin(
+            state.step,
+            target_steps=plan.steps,
+            epochs_per_step=plan.global_batch / plan.samples,
+            checkpoint_every=plan.checkpoint_every,
+        )
+        start.recorder.phase("train")
         if state.step and plan.evaluates_after(state.step) and state.scored_at != state.step:
             # The run was stopped between this step and its evaluation.
             state.score, state.scored_at = score_now(), state.step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainer import checkpoint, log
@@ -12,6 +12,7 @@ from trainer.beat import Pulse
 from trainer.config import Config, experiment
 from trainer.data import DataSet
 from trainer.group import Group
+from trainer.metrics import Recorder
 from trainer.optim import optimizer_tensors
 from trainer.stop import Stop
 from trainer.train.folder import plain
@@ -32,6 +33,7 @@ class Saving:
     dataset: DataSet
     group: Group
     stop: Stop
+    recorder: Recorder = field(default_factory=Recorder.off)
 
     def reserve(self) -> None:
         """Get the memory for saves in the background, once the optimizer has its state: after the first step."""
@@ -44,8 +46,14 @@ class Saving:
         Raises:
             SaveFailed: the last save failed, or --max-failed-saves in a row.
         """
-        if self.group.rank != 0:
-            return
+        began = time.monotonic()
+        try:
+            if self.group.rank == 0:
+                self._save(last=last)
+        finally:
+            self.recorder.waited_for_save(time.monotonic() - began)
+
+    def _save(self, *, last: bool) -> None:
         state, writer = self.state, self.writer
         parts = {"step": state.step, **self._tensors(), "state": self._record()}
         if last:
@@ -57,6 +65,7 @@ class Saving:
             raise failures[-1]
         is_best = state.best is not None and state.best["step"] == state.step
         if not writer.submit(**parts, wait=is_best):
+            self.recorder.not_saved(skipped=True)
             log.warning(f"step {state.step} is not saved: the save before is still under way; see --checkpoint-every")
 
     def _tensors(self) -> dict[str, Any]:
@@ -90,12 +99,16 @@ class Saving:
         }
 
 
-def tell_outcome(outcome: checkpoint.Outcome, *, pulse: Pulse) -> None:
+def tell_outcome(outcome: checkpoint.Outcome, *, pulse: Pulse, recorder: Recorder | None = None) -> None:
     """Log how a save ended; called by the writing thread."""
+    recorder = recorder or Recorder.off()
     if outcome.error is not None:
+        recorder.not_saved(skipped=False)
         log.warning(str(outcome.error), step=outcome.step)
         return
     pulse.saved(outcome.step)
+    size = sum(path.stat().st_size for path in outcome.path.iterdir()) if outcome.path else 0
+    recorder.saved(outcome.step, seconds=outcome.seconds, size=size)
     log.info(f"saved {outcome.path}", step=outcome.step, path=str(outcome.path), seconds=outcome.seconds)
     if outcome.warning:
         log.warning(outcome.warning)  # an old one too many is no reason to end

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from trainer.codes import SettingError
 from trainer.config import Config
 from trainer.devices import cuda_facts, device_index
 from trainer.launch import Rank
+from trainer.metrics import Recorder
 from trainer.stop import Stop
 
 
@@ -33,6 +34,7 @@ class Start:
         listen_fd: rank 0's listening socket from the agent, or None.
         on_end: called with (code, line) when another rank ends for good.
         pulse: takes this rank's signs of life.
+        recorder: takes this rank's numbers.
         restarts: why each start before this one ended, where our agent starts the ranks anew.
     """
 
@@ -47,6 +49,7 @@ class Start:
     on_end: Callable[[int, str], None]
     pulse: Pulse
     restarts: tuple[str, ...] = ()
+    recorder: Recorder = field(default_factory=Recorder.off)
 
 
 @dataclass(frozen=True)
