@@ -118,6 +118,7 @@ def trainer_env(tmp_path: Path, cache_dir: Path) -> dict[str, str]:
     """Return the environment of a trainer process: nothing of the caller's but what any process needs."""
     env = {name: os.environ[name] for name in KEPT if name in os.environ}
     ours = {"HOME": tmp_path, "PYTHONPATH": ROOT, "TRAINER_CACHE_DIR": cache_dir, "OMP_NUM_THREADS": 1}
+    ours |= {"TRAINER_METRICS_PORT": 0}  # tests run side by side, and one port is one run's
     return env | {name: str(value) for name, value in ours.items()}
 
 

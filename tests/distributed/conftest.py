@@ -138,6 +138,7 @@ def job_env(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         "PYTHONPATH": str(root),
         "TRAINER_CACHE_DIR": str(cache_dir),
         "OMP_NUM_THREADS": "1",
+        "TRAINER_METRICS_PORT": "0",  # tests run side by side, and one port is one run's
     }
 
 

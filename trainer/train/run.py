@@ -8,7 +8,7 @@ import inspect
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -195,17 +195,8 @@ def _check_compiler(config: Config) -> None:
 
 def _train(start: Start, state: State, *, folder: Path, dataset: DataSet, plan: Plan, group: Group) -> Meter:
     config = start.config
-    untraced = Prepare(dataset, group.device, channels_last=config.channels_last)
     loading = loader_options(start, dataset=dataset, group=group)
-
-    def score_now() -> Score:
-        began = time.monotonic()
-        score = score_state(state, config=config, dataset=dataset, group=group, prepare=untraced, start=start)
-        check_finite(score, step=state.step)
-        best = max(score.accuracy, state.best["accuracy"] if state.best else 0.0)
-        start.recorder.evaluated(time.monotonic() - began, loss=score.loss, accuracy=score.accuracy, best=best)
-        return score
-
+    score_now = _scorer(start, state, dataset=dataset, group=group)
     told = partial(tell_outcome, pulse=start.pulse, recorder=start.recorder)
     writer = checkpoint.Writer(folder / folders.CHECKPOINTS, keep=config.keep, told=told)
     save = Saving(state, writer, config, dataset, group, start.stop, start.recorder)
@@ -236,6 +227,22 @@ def _train(start: Start, state: State, *, folder: Path, dataset: DataSet, plan: 
         start.pulse.beat(Phase.FIRST_STEPS)
         fit(state, batches, update=update, stop=start.stop, meter=meter, evaluate=score_now, save=save)
     return meter
+
+
+def _scorer(start: Start, state: State, *, dataset: DataSet, group: Group) -> Callable[[], Score]:
+    """Return what evaluates the state of the moment, and tells the metrics."""
+    config = start.config
+    untraced = Prepare(dataset, group.device, channels_last=config.channels_last)
+
+    def score_now() -> Score:
+        began = time.monotonic()
+        score = score_state(state, config=config, dataset=dataset, group=group, prepare=untraced, start=start)
+        check_finite(score, step=state.step)
+        best = max(score.accuracy, state.best["accuracy"] if state.best else 0.0)
+        start.recorder.evaluated(time.monotonic() - began, loss=score.loss, accuracy=score.accuracy, best=best)
+        return score
+
+    return score_now
 
 
 def loader_options(start: Start, *, dataset: DataSet, group: Group) -> dict[str, Any]:
