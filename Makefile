@@ -54,8 +54,8 @@ format: .venv/.test ## rewrite the code in the project's style
 
 check: lint types test ## run lint, types and test
 
-docs: .venv/.trainer ## write docs/settings.md from the table of settings
-	.venv/bin/trainer config --reference > docs/settings.md
+docs: .venv/.trainer ## write docs/settings.md and the table of docs/metrics.md
+	.venv/bin/trainer config --reference > docs/settings.md && .venv/bin/python -c 'import pathlib, trainer.metrics as m; page = pathlib.Path("docs/metrics.md"); page.write_text(m.renewed(page.read_text()))'
 
 bench-startup: .venv/.trainer ## print the times from start to help and to the first step, beside a bare script
 	.venv/bin/python benchmarks/startup.py $(ARGS)

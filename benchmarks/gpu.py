@@ -19,6 +19,7 @@ from trainer.config import Config, build
 from trainer.data import load, train_batches
 from trainer.evaluate import Score
 from trainer.group import alone
+from trainer.metrics import Recorder
 from trainer.models import build_model
 from trainer.optim import build_optimizer
 from trainer.progress import Live
@@ -27,6 +28,7 @@ from trainer.train import State, Update, fit, make_plan
 from trainer.train.loop import autocast
 from trainer.train.meter import Meter
 from trainer.train.prepare import Prepare
+from trainer.train.split import Waiting
 
 
 def make_state(config: Config, device: torch.device) -> State:
@@ -43,6 +45,16 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class NoSaves:
+    """Save nothing."""
+
+    def reserve(self) -> None:
+        """Do nothing."""
+
+    def __call__(self, *, last: bool) -> None:
+        """Do nothing."""
+
+
 def run_fit(config: Config, device: torch.device) -> float:
     """Train `config.steps` steps with `fit` and return the seconds from the first call to the end."""
     dataset, group = load(config, cache_dir=None), alone(device)
@@ -54,10 +66,18 @@ def run_fit(config: Config, device: torch.device) -> float:
         began = time.monotonic()
         update, meter = (
             Update(config, plan, group, prepare, classes=dataset.classes),
-            Meter(plan, group, start=0, live=live, pulse=Pulse(Allowance())),
+            Meter(
+                plan,
+                group,
+                start=0,
+                live=live,
+                pulse=Pulse(Allowance()),
+                recorder=Recorder.off(),
+                waiting=Waiting(state.network),
+            ),
         )
         nothing = Score(0.0, 0.0, 0.0, 0)
-        fit(state, batches, update=update, stop=Stop(), meter=meter, evaluate=lambda: nothing, save=lambda last: None)
+        fit(state, batches, update=update, stop=Stop(), meter=meter, evaluate=lambda: nothing, save=NoSaves())
         wait(device)
         return time.monotonic() - began
 

@@ -84,9 +84,21 @@ def node(
 
 
 def elastic_node(processes: int | None, minimum: int, maximum: int) -> Node:
-    limits = Elastic(minimum, maximum, "job-worker-0:23456")
-    return Node(0, minimum, processes, "job-worker-0", None, "pod", elastic=limits)
+    limits = Elastic(minimum, maximum, "job-worker-0:23456", max_restarts=3)
+    return Node(0, minimum, processes, "job-worker-0", 23456, "pod", elastic=limits)
 
+
+def elastic_by_options(launcher: str, address: str, port: int, **more: Any) -> Node:
+    limits = Elastic(1, 3, f"[{address}]:{port}" if ":" in address else f"{address}:{port}", **more)
+    return Node(0, 1, None, address, port, launcher, elastic=limits)
+
+
+ELASTIC_OPTIONS = {"nnodes": "1:3", "master_addr": "a"}
+AGENT_OPTIONS = {"nnodes": "1:3", "launcher": "agent"}
+ALL_PET = {
+    "PET_RDZV_ENDPOINT": "[::1]", "PET_RDZV_ID": "it", "PET_RDZV_CONF": "is_host=true, last_call_timeout=5", "PET_LOCAL_ADDR": "10.0.0.1",
+}  # fmt: skip
+ALL_ELASTIC = Elastic(2, 4, "[::1]:29400", "it", (("is_host", "true"), ("last_call_timeout", "5")), 3, "10.0.0.1")
 
 # id, environment, options, what is found: a Rank, a Node, or words of the error.
 FOUND: list[tuple[str, dict[str, str], dict[str, Any], Rank | Node | tuple[str, ...]]] = [
@@ -169,6 +181,18 @@ FOUND: list[tuple[str, dict[str, str], dict[str, Any], Rank | Node | tuple[str, 
     ("elastic made fixed by options", elastic(), TWO, node("pod", 1, 2, 2, "a", 29500)),
     ("elastic, no endpoint", elastic(PET_RDZV_ENDPOINT=""), {}, ("'2:4'", "PET_RDZV_ENDPOINT is not set")),
     *((f"elastic {text}", elastic(PET_NNODES=text), {}, ("PET_NNODES", repr(text), "minimum:maximum")) for text in ("4:2", "a:b", "2:", ":2", "0:2")),
+    ("elastic, all that PET_ say", elastic(**ALL_PET), {}, Node(0, 2, 2, "::1", 29400, "pod", elastic=ALL_ELASTIC)),
+    ("elastic, conf is no number", elastic(PET_RDZV_CONF="last_call_timeout=soon"), {}, ("PET_RDZV_CONF", "last_call_timeout=soon")),
+    ("elastic, conf is no pair", elastic(PET_RDZV_CONF="timeout"), {}, ("PET_RDZV_CONF is 'timeout'", "key=value")),
+    ("elastic, another backend", elastic(PET_RDZV_BACKEND="etcd-v2"), {}, ("PET_RDZV_BACKEND is 'etcd-v2'", "c10d")),
+    *((f"elastic at {text}", elastic(PET_RDZV_ENDPOINT=text), {}, ("PET_RDZV_ENDPOINT", repr(text))) for text in ("a:b", ":1", "a:70000", "::1")),
+    ("elastic by options", {}, ELASTIC_OPTIONS, elastic_by_options("agent", "a", 29500)),
+    ("elastic by options over a pod", pytorchjob(1, "8", 16), {**ELASTIC_OPTIONS, "nproc_per_node": "gpu"}, elastic_by_options("pod", "a", 29500)),
+    ("elastic by options, the pod's endpoint", {"PET_RDZV_ENDPOINT": "b:7", "PET_NNODES": "2"}, {"nnodes": "1:3"}, elastic_by_options("pod", "b", 7)),
+    ("elastic by options alone", elastic(), {**AGENT_OPTIONS, "master_addr": "::1", "master_port": 7}, elastic_by_options("agent", "::1", 7)),
+    ("elastic by options, no endpoint", {}, {"nnodes": "1:3"}, ("--nnodes is '1:3'", "--master-addr")),
+    ("elastic by options, wrong way round", {}, {**ELASTIC_OPTIONS, "nnodes": "3:1"}, ("--nnodes is '3:1'", "minimum:maximum")),
+    ("elastic nodes have no rank", {}, {**ELASTIC_OPTIONS, "node_rank": 0}, ("--node-rank", "drop the option")),
     # srun
     ("srun, --ntasks alone", srun(), {}, rank("slurm", 6, 7, 0, 1, 3, 4, at="gpu07", port=PORT)),
     ("srun, first node", srun(SLURM_PROCID="1", SLURM_LOCALID="1", SLURM_NODEID="0"), {}, rank("slurm", 1, 7, 1, 2, 0, 4, at="gpu07", port=PORT)),

@@ -24,7 +24,12 @@ PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LOCKS = ["requirements.lock", "requirements-test.lock"]
 
 #: Where a package's name and the name it is imported by differ.
-IMPORTED_AS = {"pillow": "PIL", "python-dotenv": "dotenv", "nvidia-ml-py": "pynvml"}
+IMPORTED_AS = {
+    "pillow": "PIL",
+    "python-dotenv": "dotenv",
+    "nvidia-ml-py": "pynvml",
+    "prometheus-client": "prometheus_client",
+}
 
 
 def pins_of(lock: str) -> dict[str, tuple[str, frozenset[str]]]:

@@ -172,7 +172,7 @@ class Config:
 
     launcher: str = _setting("auto", "Who starts the ranks: auto asks the environment; agent, spawn and none are ours; the others force a reading.", _LAUNCH, "operation", choices=("auto", "agent", "spawn", "none", "torchrun", "env", "pod", "openmpi", "mvapich", "slurm", "pmi"))
     strategy: str = _setting("auto", "auto (ddp for several ranks, else single), single, dp (nn.DataParallel) or ddp.", _LAUNCH, "operation", choices=("auto", "single", "dp", "ddp"))
-    nnodes: int | None = _setting(None, "Number of nodes.", _LAUNCH, "operation", minimum=1, maximum=10**5)
+    nnodes: str | None = _setting(None, "Number of nodes; minimum:maximum, as in 1:3, where nodes may leave and join (elastic).", _LAUNCH, "operation", pattern="[1-9][0-9]{0,4}(:[1-9][0-9]{0,4})?", wanted="a whole number from 1 to 99999, or minimum:maximum")
     node_rank: int | None = _setting(None, "Number of this node, from 0.", _LAUNCH, "operation", minimum=0)
     nproc_per_node: str | None = _setting(None, "Ranks on this node: a number, or auto or gpu for one per visible GPU (1 where there is none).", _LAUNCH, "operation", pattern="0*[1-9][0-9]{0,3}|(?i:auto|gpu)", wanted="a whole number from 1 to 9999, auto or gpu")
     master_addr: str | None = _setting(None, "Name or address of node 0.", _LAUNCH, "operation")
@@ -181,7 +181,7 @@ class Config:
     backend: str = _setting("auto", "Collectives: nccl on GPUs, gloo on CPUs.", _LAUNCH, "operation", choices=("auto", "nccl", "gloo"))
     rendezvous_seconds: float = _setting(600.0, "How long ranks wait for each other at the start.", _LAUNCH, "operation", above=0, maximum=_MONTH)
     collective_seconds: float = _setting(300.0, "How long a rank waits for its peers in one collective.", _LAUNCH, "operation", above=0, maximum=_MONTH)
-    max_restarts: int | None = _setting(None, "How often the agent starts its ranks again when one was lost, before a new checkpoint. Unset: 3 on one node, 0 over several.", _LAUNCH, "operation", minimum=0)
+    max_restarts: int | None = _setting(None, "How often the agent starts its ranks again when one was lost, before a new checkpoint. Unset: 3 on one node, 0 over several. In an elastic run: ever, and 100.", _LAUNCH, "operation", minimum=0)
     hang_timeout: float | None = _setting(None, "Seconds without progress after which a rank counts as hung. Unset: ten times its slowest recent step, at least 60, and more for the start.", _LAUNCH, "operation", above=0, maximum=_MONTH)
     grace: float = _setting(30.0, "Seconds between a stop signal and the end of what has not ended by then.", _LAUNCH, "operation", minimum=0, maximum=_MONTH)
 
@@ -259,7 +259,7 @@ def _check_together(config: Config) -> None:
         raise SettingError("--backend nccl needs GPUs, but --device is cpu; use --backend gloo or --device cuda")
     if config.strategy == "dp" and config.compile:
         raise SettingError("--strategy dp does not work with --compile; use --strategy ddp, or drop --compile")
-    if config.strategy in ("single", "dp") and (config.nnodes or 1) > 1:
+    if config.strategy in ("single", "dp") and config.nnodes not in (None, "1"):
         raise SettingError(f"--strategy {config.strategy} is for one node, but --nnodes is {config.nnodes}; use --strategy ddp")
 
 

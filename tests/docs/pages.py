@@ -13,8 +13,8 @@ from trainer import codes
 
 README, RUNNING = "README.md", "docs/running.md"
 LAUNCHING, EXTENDING = "docs/launching.md", "docs/extending.md"
-DATA, CHECKPOINTS = "docs/data.md", "docs/checkpoints.md"
-PAGES = (README, RUNNING, LAUNCHING, EXTENDING, DATA, CHECKPOINTS)
+DATA, CHECKPOINTS, METRICS = "docs/data.md", "docs/checkpoints.md", "docs/metrics.md"
+PAGES = (README, RUNNING, LAUNCHING, EXTENDING, DATA, CHECKPOINTS, METRICS)
 
 TINY = " --steps 2 --log-every 1 --limit-test 10"
 SAVED_TWICE = f"{TINY} --checkpoint-every 1"

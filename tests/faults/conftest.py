@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,3 +21,13 @@ def job(tmp_path: Path, job_env: dict[str, str]) -> Iterator[Job]:
     left = made.left()
     made.clean_up()
     assert not left
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the lines that tests have to show: `record_property("shown", lines)`, which comes from any process of pytest."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    for report in reports:
+        for lines in (value for name, value in report.user_properties if name == "shown"):
+            terminalreporter.section(report.nodeid)
+            for line in lines:
+                terminalreporter.write_line(line)

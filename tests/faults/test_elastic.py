@@ -8,10 +8,11 @@ import re
 import signal
 import socket
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from tests.distributed.conftest import Job, NewJob, Outcome, wait_until
+from tests.distributed.conftest import Job, NewJob, Outcome, rank_pid, wait_until
 
 FIXED = (
     "--log-format", "json", "--log-every", "1", "--workers", "0", "--limit-train", "600", "--limit-test", "20",
@@ -22,8 +23,10 @@ STEPS = 150
 QUICK = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
-def node(job: Job, port: int, *args: str, steps: int = STEPS, nodes: str = "1:3") -> subprocess.Popen[str]:
-    env = {"PET_NNODES": nodes, "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}", "PET_RDZV_CONF": QUICK}
+def node(
+    job: Job, port: int, *args: str, steps: int = STEPS, nodes: str = "1:3", endpoint: str = "127.0.0.1"
+) -> subprocess.Popen[str]:
+    env = {"PET_NNODES": nodes, "PET_RDZV_ENDPOINT": f"{endpoint}:{port}", "PET_RDZV_CONF": QUICK}
     every = ("--checkpoint-every", "10", "--collective-seconds", "20")
     options = (*FIXED, "--steps", str(steps), "--nproc-per-node", "1", *every, *args)
     return job.start(*options, env=env)
@@ -34,6 +37,12 @@ def worlds(outs: list[str]) -> list[int]:
     told = [json.loads(line) for out in outs for line in out.splitlines() if line.startswith("{")]
     told = [line for line in told if re.match(r"\d+ ranks? on \d+ nodes?, ", line["message"])]
     return [int(line["message"].split()[0]) for line in sorted(told, key=lambda line: line["time"])]
+
+
+def messages(text: str) -> list[str]:
+    """Return the messages but for those of steps that are not saved because a save is under way: steps are fast here."""
+    told = [json.loads(line)["message"] for line in text.splitlines()]
+    return [line for line in told if not re.match(r"step \d+ is not saved: ", line)]
 
 
 def received(outcome: Outcome) -> set[str]:
@@ -112,23 +121,61 @@ def test_a_stop_of_one_node_stops_all_after_a_save(signum: signal.Signals, job: 
     nodes = [node(job, free_port, steps=1_000_000, nodes="2:2") for _ in range(2)]
     wait_until(lambda: job.saved_steps(), seconds=60)
     nodes[1].send_signal(signum)
-    errors = [process.communicate(timeout=60)[1] for process in nodes]
-    assert ([process.returncode for process in nodes], errors) == ([128 + signum] * 2, ["", ""])
+    errors = [messages(process.communicate(timeout=60)[1]) for process in nodes]
+    assert ([process.returncode for process in nodes], errors) == ([128 + signum] * 2, [[], []])
     wait_until(lambda: not job.left(), seconds=5)
     assert job.saved_steps()
 
 
-def test_a_stop_while_nodes_wait_for_others_ends_at_once(job: Job, free_port: int) -> None:
-    process = node(job, free_port, nodes="2:3")
-    reach_line(process, "elastic nodes that meet")
-    wait_until(lambda: _listens(free_port))
+ELSEWHERE = "no-such-host.invalid"
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1", ELSEWHERE])
+def test_a_stop_while_nodes_wait_for_others_ends_at_once(endpoint: str, job: Job, free_port: int) -> None:
+    process = node(job, free_port, nodes="2:3", endpoint=endpoint)
+    wait_until(lambda: _listens(free_port) if endpoint == "127.0.0.1" else _obeys(process.pid))
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=15) == 143, process.communicate()[1]
 
 
-def reach_line(process: subprocess.Popen[str], words: str) -> None:
-    assert process.stdout is not None
-    assert any(words in line for line in process.stdout), process.stderr and process.stderr.read()
+def _obeys(pid: int) -> bool:
+    """Tell whether the process has SIGTERM blocked: it takes it in its own time, also in a wait."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    blocked = re.search(r"^SigBlk:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return bool(blocked and int(blocked[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+WAITED = "waited 2 s (--rendezvous-seconds) at 127.0.0.1:{} for 2 nodes; check that they were started"
+NOBODY = (
+    f"nobody answered at {ELSEWHERE}:{{}}, where the nodes meet, within 2 s (--rendezvous-seconds): "
+    "Name or service not known; check that its node was started"
+)
+
+
+@pytest.mark.parametrize(("endpoint", "line"), [("127.0.0.1", WAITED), (ELSEWHERE, NOBODY)])
+def test_a_node_to_which_no_others_come_says_so(endpoint: str, line: str, job: Job, free_port: int) -> None:
+    ended = job.outcome(node(job, free_port, "--rendezvous-seconds", "2", nodes="2:3", endpoint=endpoint))
+    assert (ended.code, messages(ended.err)) == (170, [line.format(free_port)])
+
+
+def test_a_rank_that_is_killed_is_told_and_started_anew(job: Job, free_port: int) -> None:
+    process = node(job, free_port, steps=300, nodes="1:1")
+    wait_until(lambda: job.saved_steps(), seconds=60)
+    os.kill(rank_pid(process.pid, 0), signal.SIGKILL)
+    ended = job.outcome(process)
+    assert (ended.code, messages(ended.err)) == (0, ["local rank 0 ended first, killed by SIGKILL"])
+    assert ended.summary["steps"] == 300
+    assert len(received(ended)) == 300 * 30
+
+
+def test_a_node_that_is_not_needed_ends_with_the_run(new_slow_job: NewJob, free_port: int) -> None:
+    job = new_slow_job("job")
+    job.env |= slowed(0.1)
+    first = node(job, free_port, *SLOWLY, steps=100, nodes="1:1")
+    wait_until(lambda: job.saved_steps(), seconds=60)
+    second = node(job, free_port, *SLOWLY, steps=100, nodes="1:1")
+    outs = [process.communicate(timeout=60) for process in (first, second)]
+    assert ([first.returncode, second.returncode], worlds([out for out, _ in outs])) == ([0, 0], [1])
 
 
 def _listens(port: int) -> bool:
@@ -146,21 +193,14 @@ def test_an_end_that_no_start_can_mend_ends_all_nodes_without_another_start(job:
 
 
 @pytest.mark.parametrize(
-    ("options", "env", "words"),
-    [
-        (("--run-name", ""), {}, "--run-name"),
-        (("--resume", "never"), {}, "--resume is never"),
-        ((), {"PET_RDZV_CONF": "timeout"}, "PET_RDZV_CONF is 'timeout'"),
-    ],
+    ("options", "words"), [(("--run-name", ""), "--run-name"), (("--resume", "never"), "--resume is never")]
 )
-def test_what_an_elastic_run_cannot_be_is_said_before_it_starts(
-    options: tuple[str, ...], env: dict[str, str], words: str, job: Job
-) -> None:
+def test_what_an_elastic_run_cannot_be_is_said_before_it_starts(options: tuple[str, ...], words: str, job: Job) -> None:
     elastic = {"PET_NNODES": "1:2", "PET_RDZV_ENDPOINT": "127.0.0.1:29555"}
-    ended = job.run(*FIXED, *options, env=elastic | env)
+    ended = job.run(*FIXED, *options, env=elastic)
     assert ended.code == 2
-    (line,) = ended.err.splitlines()
-    assert words in json.loads(line)["message"]
+    (line,) = messages(ended.err)
+    assert words in line
 
 
 def test_when_the_node_that_holds_the_rendezvous_is_lost_the_others_end(new_slow_job: NewJob, free_port: int) -> None:
@@ -173,4 +213,5 @@ def test_when_the_node_that_holds_the_rendezvous_is_lost_the_others_end(new_slow
     os.killpg(first.pid, signal.SIGKILL)
     _, err = second.communicate(timeout=60)
     assert second.returncode == 170, err
-    assert f"the nodes did not meet at 127.0.0.1:{free_port}" in err.splitlines()[-1]
+    told = f"the nodes that met at 127.0.0.1:{free_port}, or the one that holds their rendezvous, have ended: "
+    assert messages(err)[-1].startswith(told)

@@ -123,6 +123,9 @@ def _place_rows(place: Rank | Node, local_ranks: int, visible: tuple[str, ...]) 
     if isinstance(place, Rank):
         device = _device(place.local_rank, visible)
         return [("rank", f"{place.rank} of {place.world_size}, local rank {place.local_rank}, {device}")]
+    if place.elastic is not None:
+        limits = f"{place.elastic.minimum} to {place.elastic.maximum}, which are numbered when they meet"
+        return [("nodes", limits), ("ranks", f"{local_ranks} on this node")]
     first = place.node_rank * local_ranks
     return [
         ("nodes", f"{place.nodes}, this is node {place.node_rank}"),

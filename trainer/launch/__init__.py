@@ -8,6 +8,7 @@ no torch. Starting ranks is `agent.py`, joining them is `group.py`, counting GPU
     reader.py        read one value from options and variables, remember what was read
     hostlist.py      Slurm's `gpu[07-08,11]` and `2(x3),1`
     recognisers.py   one function per launcher
+    elastic.py       minimum:maximum nodes, by options or PET_*
     discovery.py     the order in which the launchers are asked
 """
 

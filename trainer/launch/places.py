@@ -16,12 +16,13 @@ class Options:
 
     Attributes:
         launcher: auto, agent, spawn, none, or the name of the one launcher to ask.
+        nnodes: a number, or minimum:maximum for an elastic job.
         nproc_per_node: a number, or auto or gpu for one process per visible device.
         local_rank: what the legacy torch.distributed.launch appends as an argument.
     """
 
     launcher: str = "auto"
-    nnodes: int | None = None
+    nnodes: str | None = None
     node_rank: int | None = None
     nproc_per_node: str | None = None
     master_addr: str | None = None
@@ -58,11 +59,20 @@ class Rank:
 
 @dataclass(frozen=True)
 class Elastic:
-    """Describe a set of nodes that may shrink and grow; `endpoint` is where they meet, as host:port."""
+    """Describe a set of nodes that may shrink and grow.
+
+    Attributes:
+        endpoint: where they meet, as host:port.
+        run_id, conf, max_restarts, local_addr: what torchrun calls --rdzv-id, --rdzv-conf, --max-restarts and --local-addr.
+    """
 
     minimum: int
     maximum: int
     endpoint: str
+    run_id: str | None = None
+    conf: tuple[tuple[str, str], ...] = ()
+    max_restarts: int | None = None
+    local_addr: str | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,7 @@ class Node:
     Attributes:
         processes: ranks on this node; None means one per visible device, and one where there is none.
         master_port: None on a single node, where any free port will do.
-        elastic: set where the number of nodes may change; then node_rank is 0 and nodes the minimum.
+        elastic: set where the number of nodes may change; then node_rank is 0, nodes the minimum, and the address where they meet.
         found, warnings: as in `Rank`.
     """
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from trainer.codes import SettingError
+from trainer.launch.elastic import read_elastic
 from trainer.launch.hostlist import expand_counts, expand_hosts
-from trainer.launch.places import LOCALHOST, Elastic, Node, Rank
+from trainer.launch.places import LOCALHOST, Node, Rank
 from trainer.launch.reader import Reader
 
 #: torch's default, and what TrainJob sets; a PyTorchJob sets 23456.
@@ -173,24 +174,26 @@ def _place_task(reader: Reader, rank: Rank) -> Rank | Node:
 
 def read_pod(reader: Reader) -> Node:
     """Read a pod that stands for a node: PET_* as torchrun reads them, or an operator's RANK, the pod's index."""
-    if not reader.has("--nnodes") and (":" in (reader.text("PET_NNODES") or "") or reader.has("PET_RDZV_ENDPOINT")):
-        return _read_elastic(reader)
+    processes = ("--nproc-per-node", "PET_NPROC_PER_NODE")
+    if not reader.has("--nnodes") and reader.has("PET_NNODES", "PET_RDZV_ENDPOINT"):
+        return read_elastic(reader, "pod", nodes_name="PET_NNODES", processes=processes, default_port=DEFAULT_PORT)
     names = ("--nnodes", "PET_NNODES", *(["WORLD_SIZE"] if reader.has(*_POD) else []))
-    node = read_node(
-        reader, "pod", nodes_name=reader.first(*names), processes=("--nproc-per-node", "PET_NPROC_PER_NODE")
-    )
-    _check_world(reader, node)
+    node = read_node(reader, "pod", nodes_name=reader.first(*names), processes=processes)
+    if node.elastic is None:
+        _check_world(reader, node)
     return node
 
 
 def read_node(
     reader: Reader, launcher: str, *, nodes_name: str | None, processes: tuple[str, ...] = ("--nproc-per-node",)
 ) -> Node:
-    """Read a node whose number of nodes is in `nodes_name`, where None is a single node.
+    """Read a node whose number of nodes is in `nodes_name`, where None is a single node, and minimum:maximum an elastic job.
 
     Raises:
         SettingError: one of several nodes, but not which one, or not where node 0 is.
     """
+    if nodes_name and ":" in (reader.text(nodes_name) or ""):
+        return read_elastic(reader, launcher, nodes_name=nodes_name, processes=processes, default_port=DEFAULT_PORT)
     nodes = reader.demand(nodes_name, minimum=1) if nodes_name else 1
     rank_names = ("--node-rank", *(["PET_NODE_RANK", "JOB_COMPLETION_INDEX", "RANK"] if nodes_name else []))
     node_rank = reader.number(*rank_names)
@@ -223,23 +226,6 @@ def _check_world(reader: Reader, node: Node) -> None:
         f"WORLD_SIZE is {world}, but PET_NNODES is {told[0]}, with {ranks}; "
         "it must be the number of nodes or of all ranks; correct one of them"
     )
-
-
-def _read_elastic(reader: Reader) -> Node:
-    text = reader.text("PET_NNODES") or ""
-    low, _, high = text.partition(":")
-    limits = [int(part) if part.isascii() and part.isdigit() and len(part) < 10 else 0 for part in (low, high or low)]
-    if not 1 <= limits[0] <= limits[1] or text.endswith(":"):
-        raise SettingError(f"PET_NNODES is {text!r}; allowed: a whole number >= 1, or minimum:maximum")
-    endpoint = reader.text("PET_RDZV_ENDPOINT")
-    if endpoint is None:
-        raise SettingError(
-            f"PET_NNODES is {text!r}, an elastic job, but PET_RDZV_ENDPOINT is not set; set it to host:port"
-        )
-    host = endpoint.rpartition(":")[0] if endpoint.rpartition(":")[2].isdigit() else endpoint
-    processes = reader.processes("--nproc-per-node", "PET_NPROC_PER_NODE")
-    elastic = Elastic(limits[0], limits[1], endpoint)
-    return Node(0, limits[0], processes, host.strip("[]"), None, "pod", elastic=elastic)
 
 
 def _read_rank(reader: Reader, rank_name: str, size_name: str) -> tuple[int, int]:
