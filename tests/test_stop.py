@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +21,7 @@ def handlers() -> Iterator[None]:
     """Put this process's own handlers back."""
     before = {signum: signal.getsignal(signum) for signum in SIGNALS}
     yield
+    signal.set_wakeup_fd(-1)
     for signum, handler in before.items():
         signal.signal(signum, handler)
 
@@ -43,6 +47,26 @@ def test_the_last_signal_is_remembered() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGINT)
     assert stop.signum == signal.SIGINT
+
+
+def test_another_thread_hears_a_signal_while_the_main_thread_waits_in_native_code() -> None:
+    """There no handler of Python's runs: a rank that waits for its peers in a collective would hear nothing."""
+    stop, libc, lock, heard = Stop(), ctypes.CDLL(None), ctypes.create_string_buffer(64), []
+    stop.install()
+
+    def listen() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 10
+        while not stop.signum and time.monotonic() < deadline:
+            heard.append(stop.signum or stop.heard())
+        libc.pthread_mutex_unlock(lock)
+
+    libc.pthread_mutex_lock(lock)
+    listener = threading.Thread(target=listen)
+    listener.start()
+    libc.pthread_mutex_lock(lock)  # until the listener opens it
+    listener.join()
+    assert heard[-1] == signal.SIGTERM
 
 
 def test_a_stop_that_is_not_installed_changes_nothing() -> None:

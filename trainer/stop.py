@@ -6,6 +6,8 @@ collective or a write at an arbitrary point.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import time
 from collections.abc import Mapping
@@ -29,9 +31,15 @@ class Stop:
     def __init__(self, meanings: Mapping[signal.Signals, signal.Signals] = _PLAIN) -> None:
         self.signum, self.since = 0, 0.0
         self._meanings = meanings
+        self._bell: int | None = None
 
     def install(self) -> None:
         """Handle the signals by setting the flag, from now on; call in the main thread."""
+        if self._bell is None:
+            self._bell, writer = os.pipe()
+            os.set_blocking(self._bell, False)
+            os.set_blocking(writer, False)
+            signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for signum in self._meanings:
             signal.signal(signum, self._receive)
 
@@ -41,6 +49,18 @@ class Stop:
     def receive(self, signum: int) -> None:
         """Take note of a stop signal, also of one that another rank received."""
         self.signum, self.since = signum, self.since or time.monotonic()
+
+    def heard(self) -> int:
+        """Return the signal that came, or 0; any thread may ask.
+
+        While the main thread waits in native code, as for its peers in a collective, no handler of Python's runs there, and the
+        flag stays as it was; the number of the signal is in the wake-up pipe at once.
+        """
+        with contextlib.suppress(BlockingIOError):
+            for signum in os.read(self._bell, 64) if self._bell is not None else b"":
+                if signum in self._meanings:
+                    self.receive(self._meanings[signal.Signals(signum)])
+        return self.signum
 
     def overdue(self, seconds: float) -> int:
         """Return the signal if the first one came more than `seconds` ago, else 0."""

@@ -16,7 +16,7 @@ import pytest
 
 from tests.distributed.conftest import Job, rank_pid, reach, wait_until
 
-HANG_SECONDS = 3
+HANG_SECONDS, COLLECTIVE_SECONDS = 3, 5
 #: How long after its limit everything is over, at the latest.
 LATER_SECONDS = 15
 FIXED = (
@@ -159,6 +159,26 @@ def test_a_rank_that_is_stopped_is_continued_to_show_its_stack(culprit: int, job
     assert not job.left()
 
 
+@pytest.mark.parametrize("culprit", [0, 3])
+def test_a_stopped_rank_ends_two_nodes_when_its_peers_have_waited_for_it(
+    culprit: int, job: Job, free_port: int
+) -> None:
+    """Over several nodes the limit of a collective comes first. Rank 0 holds the ranks' store."""
+    where = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port), *TWO)
+    options = (*ENDLESS, *NO_WORKERS, "--collective-seconds", str(COLLECTIVE_SECONDS), *where)
+    nodes = [make(job).start(*options, "--node-rank", str(node)) for node in (0, 1)]
+    reach(nodes[0], 3)
+    os.kill(rank_pid(nodes[culprit // 2].pid, culprit), signal.SIGSTOP)
+    since = time.monotonic()
+    ends = [job.outcome(node) for node in nodes]
+    assert time.monotonic() - since < COLLECTIVE_SECONDS + LATER_SECONDS
+    assert [ended.code for ended in ends] == [170, 170]
+    lost = [line for ended in ends for line in messages(ended.err) if line.startswith(f"lost rank {culprit} (on ")]
+    assert len(lost) == 3  # every other rank says so
+    stacks = ends[culprit // 2].err.partition(f"stacks of rank {culprit}, process ")[2]
+    assert re.search(r"loop.py\", line \d+ in fit", stacks), ends[culprit // 2].err
+
+
 def test_after_a_hang_the_ranks_go_on_from_the_newest_checkpoint(job: Job) -> None:
     options = (*FIXED, *TWO, *LIMIT, *NO_WORKERS, "--steps", "24", "--checkpoint-every", "5", "--max-restarts", "1")
     ended = make(job, "at the first start").run(*options)
@@ -206,11 +226,11 @@ def test_in_place_a_rank_that_holds_the_interpreter_is_ended_by_a_timer(job: Job
 
 def test_in_place_a_rank_that_is_stopped_is_named_by_its_peer(job: Job) -> None:
     """Nothing in a stopped process sees it, so the limit is that of a collective; the launcher waits 30 s more for the stopped one."""
-    process = make(job).start(*ENDLESS, *NO_WORKERS, "--collective-seconds", "4", prefix=TORCHRUN)
+    process = make(job).start(*ENDLESS, *NO_WORKERS, "--collective-seconds", str(COLLECTIVE_SECONDS), prefix=TORCHRUN)
     reach(process, 3)
     peer, stopped = (rank_pid(process.pid, rank) for rank in (0, 1))
     os.kill(stopped, signal.SIGSTOP)
-    wait_until(lambda: peer not in job.processes(), seconds=4 + LATER_SECONDS)
+    wait_until(lambda: peer not in job.processes(), seconds=COLLECTIVE_SECONDS + LATER_SECONDS)
     os.kill(stopped, signal.SIGCONT)
     ended = job.outcome(process)
     assert ended.code == 1

@@ -20,7 +20,7 @@ STEPS = 24
 FIXED = (
     "--dataset", "phases:load", "--model", "phases:build", "--lr", "0.01", "--global-batch-size", "10", "--nproc-per-node", "2",
     "--log-format", "json", "--log-every", "1", "--eval-every", "8", "--checkpoint-every", "5", "--keep", "9",
-    "--eval-batch-size", "5", "--steps", str(STEPS), "--max-restarts", "0", "--grace", "10",
+    "--eval-batch-size", "5", "--steps", str(STEPS), "--max-restarts", "0", "--grace", "16",
 )  # fmt: skip
 
 #: Data and a model that take their time in one phase, which a variable names, and say in a file that they are in it.
@@ -104,10 +104,11 @@ def send(signum: signal.Signals, whom: str, process: subprocess.Popen[str]) -> N
     if whom == "group":
         os.killpg(process.pid, signum)
     else:
-        os.kill(rank_pid(process.pid, 1) if whom == "rank 1" else process.pid, signum)
+        os.kill(process.pid if whom == "agent" else rank_pid(process.pid, int(whom[-1])), signum)
 
 
 WHOM = {
+    "rank 0": (signal.SIGTERM, "rank 0", 1),
     "rank 1": (signal.SIGTERM, "rank 1", 1),
     "agent": (signal.SIGINT, "agent", 1),
     "group": (signal.SIGTERM, "group", 1),

@@ -150,10 +150,10 @@ class _Loader(Iterator[Batch]):
     def _why_no_batch(self, error: Exception, *, step: int) -> tuple[str, int] | None:
         """Return a line and an exit code, or None where the batch is only late: then waiting goes on."""
         if not str(error).startswith("DataLoader timed out"):  # torch's own words; a process's error begins otherwise
-            line = f"a loader process failed at step {step}: {_line(error)}; --workers 0 loads without them"
+            line = f"a loader process failed at step {step + 1}: {_line(error)}; --workers 0 loads without them"
             return line, codes.UNEXPECTED
         if signum := self._stopped():
-            return f"the data of step {step} did not come after the stop signal: this step is not saved", 128 + signum
+            return f"the data of step {step + 1} did not come after the stop signal: this step is not saved", 128 + signum
         return None
 
     def _as_batch(self, item: Batch | Arrays) -> Batch:
@@ -213,6 +213,7 @@ def _shielded() -> Iterator[None]:
 
 def _start_worker(worker: int, *, parent: int) -> None:
     """Let a loader process ignore stop signals, which are for the trainer, and die with the trainer (Linux)."""
+    signal.set_wakeup_fd(-1)  # it is the trainer's
     for number in SHIELDED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)

@@ -68,7 +68,7 @@ class Ends:
                 if not answered and store.check([_QUESTION]):
                     store.set(_alive(self.rank), "")
                     answered = True
-                if not stop.signum and store.check([_STOP]):
+                if not stop.heard() and store.check([_STOP]):
                     stop.receive(int(store.get(_STOP)))
                 elif stop.signum and not shared:
                     store.set(_STOP, str(int(stop.signum)))

@@ -29,6 +29,13 @@ def plain(value: Scalar) -> Scalar:
     return str(value) if isinstance(value, Path) else value
 
 
+def settings_record(config: Config, *, sources: Mapping[str, str]) -> dict[str, Any]:
+    """Return every setting's value and where it came from, as config.json and the receipt hold them."""
+    return {
+        name: {"value": plain(getattr(config, name)), "source": sources.get(name, "default")} for name in settings()
+    }
+
+
 @contextlib.contextmanager
 def opened(
     config: Config, *, sources: Mapping[str, str], group: Group, stop: Callable[[], int] = lambda: 0
@@ -90,9 +97,7 @@ def open_folder(
         _check_fits(config, folder)
         if is_finished(folder):
             return folder  # as it is
-        record = {name: plain(getattr(config, name)) for name in settings()}
-        told = {name: {"value": value, "source": sources.get(name, "default")} for name, value in record.items()}
-        checkpoint.replace_json(folder / CONFIG, told)
+        checkpoint.replace_json(folder / CONFIG, settings_record(config, sources=sources))
     except TrainerError:
         raise  # a lost peer is an OSError too
     except OSError as error:

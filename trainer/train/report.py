@@ -125,7 +125,9 @@ def finish(facts: Facts, state: State, *, meter: Meter, folder: Path) -> None:
     if facts.group.rank != 0:
         return
     summary = summarise(facts, state, meter=meter)
-    folders.write_summary(folder, summary | {"settings": folders.read_json(folder / folders.CONFIG)})
+    # Not from config.json, which may be gone: somebody removed the folder, and the last save made it anew.
+    record = folders.settings_record(facts.start.config, sources=facts.start.sources)
+    folders.write_summary(folder, summary | {"settings": record})
     if facts.start.config.log_format == "json":
         log.info(
             "finished",
