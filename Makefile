@@ -18,7 +18,7 @@ endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup lock train test test-launchers test-faults test-faults-long test-gpu lint types format check docs clean bench-startup bench-mnist bench-data bench-saving bench-gpu
+.PHONY: help setup lock train test test-launchers test-monitoring test-faults test-faults-long test-gpu lint types format check docs dashboard clean bench-startup bench-mnist bench-data bench-saving bench-gpu
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -33,6 +33,9 @@ test: .venv/.test ## run the tests, two at a time; ARGS='-k resume' adds options
 
 test-launchers: .venv/.test ## train under every launcher and print one table; root's apt-get adds Slurm and Open MPI first
 	tests/launchers/install.sh && .venv/bin/pytest -n 2 tests/launchers $(ARGS)
+
+test-monitoring: .venv/.test ## check rules, alerts and dashboard with a real Prometheus; root's apt-get adds it first
+	tests/monitoring/install.sh && .venv/bin/pytest -n 2 tests/monitoring $(ARGS)
 
 test-faults: .venv/.test ## break runs on purpose: kills, signals, hangs, disks, lost peers; prints what it took to go on
 	tests/faults/install.sh && .venv/bin/pytest -n 2 tests/faults $(ARGS)
@@ -56,6 +59,9 @@ check: lint types test ## run lint, types and test
 
 docs: .venv/.trainer ## write docs/settings.md and the table of docs/metrics.md
 	.venv/bin/trainer config --reference > docs/settings.md && .venv/bin/python -c 'import pathlib, trainer.metrics as m; page = pathlib.Path("docs/metrics.md"); page.write_text(m.renewed(page.read_text()))'
+
+dashboard: .venv/.test ## write the dashboard's JSON
+	.venv/bin/python docker/grafana/dashboard.py > docker/grafana/dashboards/trainer.json
 
 bench-startup: .venv/.trainer ## print the times from start to help and to the first step, beside a bare script
 	.venv/bin/python benchmarks/startup.py $(ARGS)
