@@ -10,6 +10,8 @@ import time
 import pytest
 
 from tests.agent.conftest import AgentRun, exists, messages
+from trainer.agent import hangs
+from trainer.beat import Allowance, Pulse, Records
 
 #: Gives signs of life, each due 0.5 s later, and then none any more, in a function whose name a stack shows.
 FALLS_SILENT = """
@@ -59,6 +61,21 @@ def test_a_rank_that_is_stopped_from_outside_is_found(node: AgentRun) -> None:
     code, _, err = node.end()
     assert code == 170
     assert re.match("error rank 0 is hung: .*; it is stopped, by a signal$", messages(err)[0])
+
+
+def test_a_rank_that_is_due_a_moment_after_the_one_that_waits_for_it_is_named_too() -> None:
+    records = Records(3, seconds=600)
+    for index, seconds in enumerate((0.3, 1.1, 60)):
+        pulse = Pulse(Allowance(seconds), fd=os.dup(records.fd), index=index)
+        for step in range(10):  # until the first steps are over, which have a longer limit
+            pulse.step(step)
+    records.close()
+    watched, pids = hangs.Hangs(records), dict.fromkeys(range(3), os.getpid())
+    assert watched.find(pids) == {}
+    time.sleep(0.5)
+    found = watched.find(pids)
+    assert list(found) == [0, 1]
+    assert "1 s are allowed" in found[1]
 
 
 def test_a_rank_that_never_gives_a_sign_is_found(node: AgentRun) -> None:

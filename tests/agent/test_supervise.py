@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.agent.conftest import ROOT, AgentRun, exists, runs, wait_until
+from tests.agent.conftest import ROOT, AgentRun, exists, messages, runs, wait_until
 from trainer import agent
 from trainer.agent import Ends
 
@@ -75,9 +76,11 @@ def test_a_killed_child_is_137_and_named(node: AgentRun) -> None:
     os.kill(node.ready(4, 5)[1], signal.SIGKILL)
     code, _, err = node.end()
     assert code == 137
-    first, second = err.splitlines()
-    assert first.endswith("warning rank 5 ended first, with code 137 (killed by SIGKILL)")
-    assert second.endswith("warning rank 4 has not ended by itself and is killed: a peer has ended")
+    first, second, third = messages(err)
+    assert first == "warning rank 5 ended first, with code 137 (killed by SIGKILL)"
+    assert second == "warning rank 4 has not ended by itself and is killed: a peer has ended"
+    assert re.fullmatch(r"warning stacks of rank 4, process \d+:", third)
+    assert " in <module>" in err
 
 
 def test_a_crash_is_told_as_a_shell_tells_it(node: AgentRun) -> None:

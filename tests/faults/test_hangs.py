@@ -16,7 +16,7 @@ import pytest
 
 from tests.distributed.conftest import Job, rank_pid, reach, wait_until
 
-HANG_SECONDS, COLLECTIVE_SECONDS = 3, 5
+HANG_SECONDS, COLLECTIVE_SECONDS = 3, 8
 #: How long after its limit everything is over, at the latest.
 LATER_SECONDS = 15
 FIXED = (

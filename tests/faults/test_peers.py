@@ -52,18 +52,9 @@ class Network:
         for name in self.made:
             ip("netns", "delete", name)
 
-    def start(self, job: Job, node: int) -> subprocess.Popen[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "trainer",
-            "train",
-            *FIXED,
-            "--node-rank",
-            str(node),
-            "--master-addr",
-            ADDRESSES[0],
-        ]
+    def start(self, job: Job, node: int, *more: str) -> subprocess.Popen[str]:
+        where = ("--node-rank", str(node), "--master-addr", ADDRESSES[0])
+        command = [sys.executable, "-m", "trainer", "train", *FIXED, *where, *more]
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.names[node], *command], cwd=job.folder,
             env=job.env | {"GLOO_SOCKET_IFNAME": "eth0"}, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -114,17 +105,28 @@ def test_nodes_that_are_cut_off_from_each_other_both_end_and_name_the_other(
         assert re.fullmatch(LOST.format(1 - node), messages(err)[0]), err
 
 
-def test_a_node_that_stands_still_is_named_and_ends_when_it_goes_on(network: Network, job: Job) -> None:
-    """As a machine whose container is paused, or that has no memory left."""
+def test_nodes_that_cannot_reach_each_other_from_the_start_say_so(network: Network, job: Job) -> None:
+    network.swallow()
+    nodes = [network.start(job, node, "--rendezvous-seconds", "4") for node in (0, 1)]
+    ends = [process.communicate(timeout=100) for process in nodes]
+    assert [process.returncode for process in nodes] == [170, 170], ends
+    (first,), (second,) = (messages(err) for _, err in ends)
+    assert re.match(rf"waited 4 s \(--rendezvous-seconds\) at {ADDRESSES[0]}:29500 for rank 1 of 2; ", first)
+    assert re.match(rf"rank 0 did not answer at {ADDRESSES[0]}:29500 within 4 s \(--rendezvous-seconds\); ", second)
+
+
+@pytest.mark.parametrize("still", [0, 1])
+def test_a_node_that_stands_still_is_named_and_ends_when_it_goes_on(still: int, network: Network, job: Job) -> None:
+    """As a machine whose container is paused, or that has no memory left. Node 0 holds the ranks' store."""
     nodes = [network.start(job, node) for node in (0, 1)]
     reach(nodes[0], 5)
-    os.killpg(nodes[1].pid, signal.SIGSTOP)
+    os.killpg(nodes[still].pid, signal.SIGSTOP)
     since = time.monotonic()
-    _, err = nodes[0].communicate(timeout=100)
+    _, err = nodes[1 - still].communicate(timeout=100)
     assert time.monotonic() - since < LIMIT_SECONDS + MORE_SECONDS
-    assert nodes[0].returncode == 170, err
-    assert re.fullmatch(LOST.format(1), messages(err)[0]), err
-    os.killpg(nodes[1].pid, signal.SIGCONT)
-    _, err = nodes[1].communicate(timeout=LIMIT_SECONDS + MORE_SECONDS)
-    assert nodes[1].returncode == 170, err
+    assert nodes[1 - still].returncode == 170, err
+    assert re.fullmatch(LOST.format(still), messages(err)[0]), err
+    os.killpg(nodes[still].pid, signal.SIGCONT)
+    _, err = nodes[still].communicate(timeout=LIMIT_SECONDS + MORE_SECONDS)
+    assert nodes[still].returncode == 170, err
     wait_until(lambda: not job.left(), seconds=5)

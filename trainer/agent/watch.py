@@ -18,8 +18,9 @@ from trainer.metrics import AgentRecorder, reason_of
 
 #: What the agent waits for; blocked in it.
 SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
-#: How long the other ranks may take to notice that one has failed, before they are killed.
-_PEER_SECONDS = 20.0
+#: How long the other ranks may take to notice that one has failed, before they are killed. Where that one has lost a peer,
+#: it has waited a whole limit, and the others with it: who is left then is the one it waited for.
+_PEER_SECONDS, _SAME_PEER_SECONDS = 20.0, 4.0
 #: How long a killed rank may take to be gone; freeing much memory takes seconds, a call to a dead disk or device has no end.
 _GONE_SECONDS = 30.0
 
@@ -61,7 +62,7 @@ def watch(
             if all(child.killed for child in running):
                 _give_up(running, ends)
                 break
-            _kill(running, ends)
+            _kill(running, ends, recorder)
             deadline = time.monotonic() + _GONE_SECONDS
         elif deadline is None and (hung := hangs.find({child.index: child.process.pid for child in running})):
             for _ in hung:
@@ -77,7 +78,8 @@ def watch(
             _forward(max(stopped) - 128, running, ends)
         if deadline is None and (ends.stop or any(ends.codes.values())):
             # After a stop rank 0 saves; after anything else there is nothing to wait for.
-            deadline = time.monotonic() + (grace if ends.stop else _PEER_SECONDS)
+            after_failure = _PEER_SECONDS if ends.first else _SAME_PEER_SECONDS
+            deadline = time.monotonic() + (grace if ends.stop else after_failure)
     return ends
 
 
@@ -110,10 +112,13 @@ def _note(child: Child, ends: Ends, metrics: AgentRecorder, *, only: bool) -> No
         log.info(line)
 
 
-def _kill(running: Sequence[Child], ends: Ends) -> None:
+def _kill(running: Sequence[Child], ends: Ends, recorder: FlightRecorder | None) -> None:
     why = "the grace time is over" if ends.stop else "a peer has ended"
     for child in running:
         log.warning(f"rank {child.rank} has not ended by itself and is killed: {why}")
+    if not ends.stop:
+        _show(running, recorder)
+    for child in running:
         child.killed = True
         child.process.kill()
 
@@ -124,15 +129,19 @@ def _end_hang(running: Sequence[Child], hung: dict[int, str], ends: Ends, record
     for child in running:
         if child.index in hung:
             log.error(f"rank {child.rank} is hung: {hung[child.index]}")
+    _show(running, recorder)
+    log.error("all ranks of this node are killed: nothing goes on without the one that is hung")
+    for child in running:
+        child.killed = True
+        child.process.kill()
+
+
+def _show(running: Sequence[Child], recorder: FlightRecorder | None) -> None:
     if recorder is not None:
         recorder.ask(child.rank for child in running)  # they write while the stacks are printed
     show_stacks({child.rank: child.process for child in running})
     if recorder is not None and (written := recorder.written()):
         log.error(f"NCCL's flight recorder: {', '.join(map(str, written))}")
-    log.error("all ranks of this node are killed: nothing goes on without the one that is hung")
-    for child in running:
-        child.killed = True
-        child.process.kill()
 
 
 def _give_up(running: Sequence[Child], ends: Ends) -> None:

@@ -191,7 +191,7 @@ def _supervise(job: Job, node: Node, *, processes: int) -> int:
     restarts = config.max_restarts if config.max_restarts is not None else 3 if node.nodes == 1 else 0
     first_rank, trains = node.node_rank * processes, job.command == "train"
     with (
-        agent.flight_recorder() if visible_devices(config) else contextlib.nullcontext() as recorder,
+        agent.flight_recorder(os.environ) if visible_devices(config) else contextlib.nullcontext() as recorder,
         exposed(config, first_rank=first_rank, wanted=trains) as seen,
     ):
         _set_environment((recorder.environment if recorder else {}) | seen.environment)

@@ -153,7 +153,10 @@ class _Loader(Iterator[Batch]):
             line = f"a loader process failed at step {step + 1}: {_line(error)}; --workers 0 loads without them"
             return line, codes.UNEXPECTED
         if signum := self._stopped():
-            return f"the data of step {step + 1} did not come after the stop signal: this step is not saved", 128 + signum
+            return (
+                f"the data of step {step + 1} did not come after the stop signal: this step is not saved",
+                128 + signum,
+            )
         return None
 
     def _as_batch(self, item: Batch | Arrays) -> Batch:
