@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -158,18 +159,32 @@ def test_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path: Path) -> N
 
 
 def test_mistake_in_the_thread_is_raised_where_training_sees_it(tmp_path: Path) -> None:
-    files = Failing(ZeroDivisionError("a mistake"))
+    mistake = ZeroDivisionError("a mistake")
+    files = Failing(mistake)
     writer = Writer(tmp_path, keep=3, files=files)
     writer.submit(step=1, **_state(1.0))
     with pytest.raises(ZeroDivisionError, match="a mistake"):
         writer.poll(wait=True)
     assert writer.poll() == []
-    writer.submit(step=2, **_state(2.0))
+    files.error = None
+    writer.save(step=2, **_state(2.0))
+    assert _names(tmp_path) == ["step-00000002"]
+    files.error = mistake
+    writer.submit(step=3, **_state(3.0))
     with pytest.raises(ZeroDivisionError, match="a mistake"):
         writer.close()
-    files.error = None
-    writer.save(step=3, **_state(3.0))
-    assert _names(tmp_path) == ["step-00000003"]
+
+
+def test_no_thread_ends_between_two_saves(tmp_path: Path) -> None:
+    """A loader process that is forked while one does would wait for ever: see the writer's own words."""
+    with Writer(tmp_path, keep=1) as writer:
+        writer.reserve(model=_state(0.0)["model"], optimizer={})
+        writer.save(step=1, **_state(1.0))
+        before = threading.enumerate()
+        writer.save(step=2, **_state(2.0))
+        assert threading.enumerate() == before
+        assert sum(thread.name.startswith("save") for thread in before) == 1
+    assert not any(thread.name.startswith("save") for thread in threading.enumerate())
 
 
 def test_save_that_is_under_way_is_not_lost_when_training_ends_in_an_error(tmp_path: Path, gate: Gate) -> None:
@@ -236,7 +251,8 @@ def test_reserved_memory_is_the_memory_that_is_used(tmp_path: Path) -> None:
         writer.save(step=1, **_state(3.0))
     assert parse(read(tmp_path / "step-00000001")).model["count"].item() == 3
     snapshot, tensors = Snapshot(), {"a": torch.arange(5.0)}
-    snapshot.reserve({"file": tensors})
+    with ThreadPoolExecutor(1) as thread:
+        snapshot.reserve({"file": tensors}, thread=thread)
     assert bytes(snapshot.take({"file": tensors})["file"]) == bytes(Snapshot().take({"file": tensors})["file"])
 
 

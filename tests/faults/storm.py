@@ -216,12 +216,15 @@ class Storm:
 
     def _await(self, plan: Plan) -> str:
         """Wait for the plan's moment, and return the phase that it is in."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline, pause = time.monotonic() + PATIENCE_SECONDS, plan.pause
         while True:
+            if self._is_now(plan) and plan.phase == "start-up":  # which has had its pause
+                return "step" if self._has_stepped else plan.phase
             if self._is_now(plan):
-                time.sleep(plan.pause if plan.phase in ("step", "evaluation") else 0)
-                if plan.phase == "start-up" or self._is_now(plan):
-                    return "step" if plan.phase == "start-up" and self._has_stepped else plan.phase
+                time.sleep(pause)
+                if self._is_now(plan):
+                    return plan.phase
+                pause /= 2  # the phase was over before that
             assert self._agent.process.poll() is None, f"the run is over: {''.join(self._agent.err)}"
             assert time.monotonic() < deadline, f"waited in vain for {plan}"
             time.sleep(LOOK_SECONDS)

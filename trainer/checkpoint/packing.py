@@ -8,8 +8,8 @@ hashes and writes a block needs neither torch nor the interpreter's lock.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Mapping
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import torch
@@ -34,10 +34,10 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._blocks: dict[str, _Block] = {}
-        self._reserving: threading.Thread | None = None
+        self._reserving: Future[None] | None = None
 
-    def reserve(self, files: Mapping[str, Tensors]) -> None:
-        """Get the memory for such tensors in the background: the first use of a page costs more than the copy.
+    def reserve(self, files: Mapping[str, Tensors], *, thread: Executor) -> None:
+        """Have `thread` get the memory for such tensors: the first use of a page costs more than the copy.
 
         Raises:
             SettingError: a tensor has a type that a checkpoint cannot hold.
@@ -48,8 +48,7 @@ class Snapshot:
             for name, form in forms.items():
                 self._blocks[name] = _Block(form, touch=True)
 
-        self._reserving = threading.Thread(target=get, daemon=True, name="reserve memory for checkpoints")
-        self._reserving.start()
+        self._reserving = thread.submit(get)
 
     def take(self, files: Mapping[str, Tensors]) -> dict[str, memoryview]:
         """Return the safetensors files of these tensors, by file name; the next call overwrites them.
@@ -60,7 +59,7 @@ class Snapshot:
             SettingError: a tensor has a type that a checkpoint cannot hold.
         """
         if self._reserving is not None:
-            self._reserving.join()
+            self._reserving.result()
             self._reserving = None
         for name, tensors in files.items():
             form = _form(tensors)

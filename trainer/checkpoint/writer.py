@@ -1,5 +1,8 @@
 """Save while training goes on: the training thread copies, a thread of its own writes, verifies and removes old ones.
 
+That thread lives as long as the writer: in a process forked at the very moment at which a thread of its parent ends, CPython 3.11
+waits for ever (for a lock that the thread held), and loader processes are forked all the time.
+
 What a failed save means for the run, and what is logged, is decided by the caller. In a forked child (a loader's
 process) the writing thread does not exist, and no lock of this module can be held there.
 """
@@ -11,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -64,6 +67,7 @@ class Writer:
         self.seconds = 0.0
         self._folder, self._keep, self._files, self._told = folder, keep, files, told
         self._snapshot = Snapshot()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save", initializer=_give_way)
         self._running: Future[Outcome] | None = None
         self._ended: list[Outcome] = []
 
@@ -78,7 +82,7 @@ class Writer:
         Raises:
             SettingError: a tensor has a type that a checkpoint cannot hold.
         """
-        self._snapshot.reserve({MODEL: model, OPTIMIZER: optimizer})
+        self._snapshot.reserve({MODEL: model, OPTIMIZER: optimizer}, thread=self._thread)
 
     def submit(
         self, *, step: int, model: Tensors, optimizer: Tensors, state: Mapping[str, Any], wait: bool = False
@@ -94,9 +98,7 @@ class Writer:
             return False
         self._collect()
         parts = pack(self._snapshot, step=step, model=model, optimizer=optimizer, state=state)
-        self._running = Future()
-        work = {"future": self._running, "step": step, "parts": parts, "best": best_step(state)}
-        threading.Thread(target=self._run, kwargs=work, daemon=True, name=f"save step {step}").start()
+        self._running = self._thread.submit(self._run, step=step, parts=parts, best=best_step(state))
         return True
 
     def save(self, *, step: int, model: Tensors, optimizer: Tensors, state: Mapping[str, Any]) -> Outcome:
@@ -128,6 +130,7 @@ class Writer:
         try:
             self._collect()
         finally:
+            self._thread.shutdown()
             self._snapshot = Snapshot()
 
     def __enter__(self) -> Self:
@@ -151,16 +154,11 @@ class Writer:
         else:
             self.failed_in_a_row, self.seconds = 0, outcome.seconds
 
-    def _run(self, *, future: Future[Outcome], step: int, parts: Mapping[str, Bytes], best: int | None) -> None:
+    def _run(self, *, step: int, parts: Mapping[str, Bytes], best: int | None) -> Outcome:
         """Be the writing thread; it touches files and bytes alone, and lets go of the interpreter's lock for the long parts."""
-        try:
-            with contextlib.suppress(OSError):  # a sandbox may forbid it
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-            outcome = self._write(step=step, parts=parts, best=best)
-            self._told(outcome)
-            future.set_result(outcome)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the training thread raises it
-            future.set_exception(error)
+        outcome = self._write(step=step, parts=parts, best=best)
+        self._told(outcome)
+        return outcome
 
     def _write(self, *, step: int, parts: Mapping[str, Bytes], best: int | None) -> Outcome:
         started, warning = time.monotonic(), ""
@@ -173,3 +171,8 @@ class Writer:
         except (SaveFailed, CheckpointError) as error:
             warning = str(error)
         return Outcome(step, time.monotonic() - started, path=path, warning=warning)
+
+
+def _give_way() -> None:
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -177,6 +177,7 @@ class _Loader(Iterator[Batch]):
         for process in self._processes:
             process.join()
         killer.cancel()
+        killer.join()  # no thread ends while the next loader is forked: see checkpoint/writer.py
 
 
 def _kill(processes: list[BaseProcess]) -> None:
