@@ -170,6 +170,7 @@ def _rows(facts: Facts, meter: Meter, state: State, score: Score, folder: Path) 
     ]
     if meter.steps:
         total = max(1e-9, meter.total_seconds)
-        split = ", ".join(f"{_WORDS[kind]} {100 * seconds / total:.0f} %" for kind, seconds in meter.seconds.items())
+        parts = meter.seconds | {"compute": meter.seconds["compute"] + meter.seconds["agree"]}
+        split = ", ".join(f"{words} {100 * parts[kind] / total:.0f} %" for kind, words in _WORDS.items())
         rows += [("throughput", f"{meter.throughput():.0f} samples/s"), ("time", f"{duration(total)}: {split}")]
     return [*rows, ("run", str(folder))]
