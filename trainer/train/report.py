@@ -25,7 +25,6 @@ FEW_STEPS = 20
 _WORDS = {
     "data": "waiting for data",
     "compute": "computing",
-    "agree": "agreeing",
     "evaluate": "evaluating",
     "save": "saving",
 }
