@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import active_children
@@ -33,6 +34,7 @@ MOST_WORKERS = 8
 PREFETCH = 2  # batches that each worker has ready
 LOOK_SECONDS = 1.0  # between two looks, while a batch does not come: do the processes live, is it time to stop
 JOIN_SECONDS = 2.0
+_QUIET_SECONDS = 0.01
 SHARED_MEMORY = Path("/dev/shm")
 RANKS_PER_NODE = 8  # so many ranks are taken to share it, at most
 SHIELDED = (signal.SIGTERM, signal.SIGINT)
@@ -119,6 +121,9 @@ class _Loader(Iterator[Batch]):
         self._end: tuple[str, int] | None = None
         work.piped = not _fits_shared_memory(work, workers)
         others = active_children()
+        # CPython before 3.11.8 and 3.12.1 waits for ever in a process forked while another thread makes or drops its state, as gloo's
+        # do when they let go of a collective that has just ended: they have done so by then.
+        time.sleep(_QUIET_SECONDS)
         with _shielded():
             loader = DataLoader(
                 work,
