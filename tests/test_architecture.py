@@ -16,7 +16,7 @@ PACKAGE = ROOT / "trainer"
 
 #: A module imports only from lower levels, never sideways or up. A package counts as one module.
 LEVELS = {
-    0: "config codes launch stop log beat",
+    0: "config codes launch stop log beat parent",
     1: "devices group data models optim checkpoint metrics progress",
     2: "evaluate",
     3: "train agent",

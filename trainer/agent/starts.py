@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
 import signal
@@ -12,13 +11,12 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer import codes, log
+from trainer import log
 from trainer.agent.flight import FlightRecorder
 from trainer.agent.watch import SIGNALS, Child, watch
 from trainer.beat import Records, Sign
 from trainer.metrics import AgentRecorder
-
-_PR_SET_PDEATHSIG = 1
+from trainer.parent import die_with
 
 
 @dataclass(frozen=True)
@@ -136,9 +134,6 @@ def _start(command: Sequence[str], launched: Launch, *, first_rank: int) -> list
 
 
 def _prepare_child(*, agent: int) -> None:
-    # The kernel kills the child when the agent ends, however it ends: no rank outlives its supervisor.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != agent:
-        os._exit(codes.UNEXPECTED)  # it ended before that
+    die_with(agent)  # no rank outlives its supervisor
     # SIGINT stays blocked until the child asks for it: in a starting interpreter it makes a stack and code 1.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS - {signal.SIGINT})

@@ -8,7 +8,6 @@ thread here waits for. All else that our own agent sees from outside is left to 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import logging
 import math
@@ -31,6 +30,7 @@ from trainer.cli.resolved import Job
 from trainer.codes import PeerLost, SettingError, Stopped
 from trainer.config import Config
 from trainer.launch import Elastic, Node
+from trainer.parent import die_with
 
 #: torch counts restarts for as long as the node lives, and may count one where a node joins; against loops there is --max-starts.
 _RESTARTS = 100
@@ -40,7 +40,6 @@ _ONE_TRY_SECONDS = 5.0
 _GONE_SECONDS = 30.0
 #: How long the other nodes' ranks have to read in a rank's store why all end, before torch ends the other ranks of its node.
 _FAREWELL_SECONDS = 1.5
-_PR_SET_PDEATHSIG = 1
 
 _END = signal.SIGUSR2
 #: How a rank under this agent takes signals: what torch sends where the nodes change is the weakest.
@@ -293,7 +292,5 @@ def prepare_rank() -> stop.Stop:
     path = os.environ.get(END_FILE)
     if not path:
         return stop.Stop()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if Path(path).name != str(os.getppid()):
-        os._exit(codes.UNEXPECTED)  # the agent ended before that
+    die_with(int(Path(path).name))
     return stop.Stop(MEANINGS)

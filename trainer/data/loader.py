@@ -7,13 +7,11 @@ batch says so, and the rank stays with its peers until all of them end together.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import math
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 import warnings
@@ -29,6 +27,7 @@ from torch.utils.data import DataLoader
 from trainer import codes, log
 from trainer.data.sets import DataSet
 from trainer.data.steps import Arrays, Batch, EvalSteps, Steps, TrainSteps
+from trainer.parent import die_with
 
 MOST_WORKERS = 8
 PREFETCH = 2  # batches that each worker has ready
@@ -38,7 +37,6 @@ _QUIET_SECONDS = 0.01
 SHARED_MEMORY = Path("/dev/shm")
 RANKS_PER_NODE = 8  # so many ranks are taken to share it, at most
 SHIELDED = (signal.SIGTERM, signal.SIGINT)
-PR_SET_PDEATHSIG = 1
 
 
 def auto_workers(dataset: DataSet, *, requested: int | None, cpus: int, local_ranks: int) -> int:
@@ -226,10 +224,7 @@ def _start_worker(worker: int, *, parent: int) -> None:
     for number in SHIELDED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)  # the trainer died before that
+    die_with(parent)
 
 
 def _fits_shared_memory(work: Steps, workers: int) -> bool:
