@@ -32,16 +32,16 @@ test: .venv/.test ## run the tests, two at a time; ARGS='-k resume' adds options
 	.venv/bin/pytest -n 2 $(ARGS)
 
 test-launchers: .venv/.test ## train under every launcher and print one table; root's apt-get adds Slurm and Open MPI first
-	tests/launchers/install.sh && .venv/bin/pytest -n 2 tests/launchers $(ARGS)
+	tests/install.sh "munged slurmctld slurmd srun mpirun" "munge slurm-wlm openmpi-bin" && .venv/bin/pytest -n 2 tests/launchers $(ARGS)
 
 test-monitoring: .venv/.test ## check rules, alerts and dashboard with a real Prometheus; root's apt-get adds it first
-	tests/monitoring/install.sh && .venv/bin/pytest -n 2 tests/monitoring $(ARGS)
+	tests/install.sh "prometheus promtool" prometheus && .venv/bin/pytest -n 2 tests/monitoring $(ARGS)
 
 test-faults: .venv/.test ## break runs on purpose: kills, signals, hangs, disks, lost peers; prints what it took to go on
-	tests/faults/install.sh && .venv/bin/pytest -n 2 tests/faults $(ARGS)
+	tests/install.sh ip iproute2 && .venv/bin/pytest -n 2 tests/faults $(ARGS)
 
 test-faults-long: .venv/.test ## the same with the long counts
-	tests/faults/install.sh && .venv/bin/pytest -n 2 tests/faults -m "not gpu" $(ARGS)
+	tests/install.sh ip iproute2 && .venv/bin/pytest -n 2 tests/faults -m "not gpu" $(ARGS)
 
 test-gpu: ## run the tests that need GPUs, with the torch that PYTHON has
 	$(PYTHON) -m pytest -m gpu $(ARGS)

@@ -103,7 +103,7 @@ def need(request: pytest.FixtureRequest) -> Callable[[Sequence[str]], dict[str, 
     def check(programs: Sequence[str]) -> dict[str, str]:
         missing = [name for name in programs if find_program(name) is None]
         if missing:
-            pytest.skip(f"not installed: {', '.join(missing)}; tests/launchers/install.sh, as root, installs them")
+            pytest.skip(f"not installed: {', '.join(missing)}; `make test-launchers`, as root, installs them")
         variables = dict(OPENMPI) if "mpirun" in programs else {}
         return variables | (request.getfixturevalue("slurm") if "srun" in programs else {})
 

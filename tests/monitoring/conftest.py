@@ -38,7 +38,7 @@ def find(program: str) -> str:
     """Return where a program is; skip the test where it is not."""
     path = shutil.which(program)
     if path is None:
-        pytest.skip(f"not installed: {program}; tests/monitoring/install.sh, as root, installs it")
+        pytest.skip(f"not installed: {program}; `make test-monitoring`, as root, installs it")
     return path
 
 
