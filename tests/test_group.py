@@ -547,6 +547,22 @@ def test_a_rank_that_runs_but_does_not_come_is_said_to_run() -> None:
     assert second == End(error="on_end", code=170, line=f"rank 0 ended: {line}")
 
 
+def _gloo_gives_up(group: Group) -> Any:
+    group.where = "step 7"
+    if group.rank == 1:
+        time.sleep(60)  # does not come
+    with group.waiting():
+        # As gloo says it of what waited beside the collective whose limit was over; its own name is not in it.
+        raise RuntimeError("Application timeout caused pair closure")
+
+
+def test_a_wait_that_gloo_gives_up_without_its_name_is_a_lost_peer() -> None:
+    with Ranks(_gloo_gives_up, world=2) as ranks:
+        end = ranks.end(0)
+    assert (end.error, end.code) == ("PeerLost", 170)
+    assert end.line == f"waited in vain for rank 1 (on {HOST}) in step 7 (--collective-seconds); still running"
+
+
 def _users_errors(group: Group) -> Any:
     with group.waiting():
         if group.rank == 0:

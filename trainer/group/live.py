@@ -141,8 +141,12 @@ class Group:
             raise self.ends.explain(self.where, reason=str(error).strip().splitlines()[0]) from error
 
 
+#: What is in the text of an error of the two libraries; the last is gloo's own, of a second wait on a connection that it has given up.
+_LIBRARIES = ("gloo", "NCCL", "Application timeout caused pair closure")
+
+
 def _is_lost_peer(error: RuntimeError) -> bool:
-    return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
+    return isinstance(error, dist.DistError) or any(words in str(error) for words in _LIBRARIES)
 
 
 def alone(device: torch.device) -> Group:
