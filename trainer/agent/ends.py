@@ -56,7 +56,9 @@ class Ends:
     @property
     def reason(self) -> Reason:
         """Say in one of the words of the metrics what ended the ranks."""
-        return reason_of(self.first[1]) or "peer" if self.first else "hang" if self.hung else "peer"
+        if self.first is not None:
+            return reason_of(self.first[1]) or "peer"
+        return "hang" if self.hung else "peer"
 
     @property
     def may_start_again(self) -> bool:

@@ -49,7 +49,7 @@ def supervise(
     first_rank: int,
     grace: float,
     max_restarts: int = 0,
-    recorder: FlightRecorder | None = None,
+    flight: FlightRecorder | None = None,
     metrics: AgentRecorder | None = None,
 ) -> int:
     """Run `command` once per rank, again where ranks were lost, and return the node's exit code.
@@ -60,7 +60,7 @@ def supervise(
         first_rank: the number of the first child, for messages.
         grace: seconds between a stop signal and SIGKILL.
         metrics: told of starts, ends and signals.
-        recorder: asked for NCCL's last collectives where a rank hangs.
+        flight: asked for NCCL's last collectives where a rank hangs.
         max_restarts: how often all ranks are started again without a newer checkpoint in between.
     """
     # Blocked signals are taken one by one: no handler runs in the middle of anything, and it works as PID 1.
@@ -71,7 +71,7 @@ def supervise(
         metrics.phase("init")
         launched = launch(told, causes)
         children = _start(command, launched, first_rank=first_rank)
-        ends = watch(children, grace=grace, records=launched.records, recorder=recorder, metrics=metrics)
+        ends = watch(children, grace=grace, records=launched.records, flight=flight, metrics=metrics)
         signs = launched.records.read() if launched.records else []
         told = next((sign.text for sign in signs if sign.text), told)
         if not ends.may_start_again or not budget.take(signs):

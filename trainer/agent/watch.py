@@ -46,7 +46,7 @@ def watch(
     grace: float,
     records: Records | None,
     metrics: AgentRecorder,
-    recorder: FlightRecorder | None = None,
+    flight: FlightRecorder | None = None,
 ) -> Ends:
     """Wait for the children, forward stop signals, and end what has not ended in time; return how they ended.
 
@@ -62,12 +62,10 @@ def watch(
             if all(child.killed for child in running):
                 _give_up(running, ends)
                 break
-            _kill(running, ends, recorder)
+            _kill(running, ends, flight)
             deadline = time.monotonic() + _GONE_SECONDS
         elif deadline is None and (hung := hangs.find({child.index: child.process.pid for child in running})):
-            for _ in hung:
-                metrics.hang()
-            _end_hang(running, hung, ends, recorder)
+            _end_hang(running, hung, ends, metrics, flight)
             deadline = time.monotonic() + _GONE_SECONDS
         for child in running:
             if child.process.poll() is not None:
@@ -112,35 +110,38 @@ def _note(child: Child, ends: Ends, metrics: AgentRecorder, *, only: bool) -> No
         log.info(line)
 
 
-def _kill(running: Sequence[Child], ends: Ends, recorder: FlightRecorder | None) -> None:
+def _kill(running: Sequence[Child], ends: Ends, flight: FlightRecorder | None) -> None:
     why = "the grace time is over" if ends.stop else "a peer has ended"
     for child in running:
         log.warning(f"rank {child.rank} has not ended by itself and is killed: {why}")
     if not ends.stop:
-        _show(running, recorder)
+        _show(running, flight)
     for child in running:
         child.killed = True
         child.process.kill()
 
 
-def _end_hang(running: Sequence[Child], hung: dict[int, str], ends: Ends, recorder: FlightRecorder | None) -> None:
+def _end_hang(
+    running: Sequence[Child], hung: dict[int, str], ends: Ends, metrics: AgentRecorder, flight: FlightRecorder | None
+) -> None:
     """Say which ranks hang, have every rank of the node print its stacks, and kill all of them."""
     ends.hung = tuple(child.rank for child in running if child.index in hung)
     for child in running:
         if child.index in hung:
+            metrics.hang()
             log.error(f"rank {child.rank} is hung: {hung[child.index]}")
-    _show(running, recorder)
+    _show(running, flight)
     log.error("all ranks of this node are killed: nothing goes on without the one that is hung")
     for child in running:
         child.killed = True
         child.process.kill()
 
 
-def _show(running: Sequence[Child], recorder: FlightRecorder | None) -> None:
-    if recorder is not None:
-        recorder.ask(child.rank for child in running)  # they write while the stacks are printed
+def _show(running: Sequence[Child], flight: FlightRecorder | None) -> None:
+    if flight is not None:
+        flight.ask(child.rank for child in running)  # they write while the stacks are printed
     show_stacks({child.rank: child.process for child in running})
-    if recorder is not None and (written := recorder.written()):
+    if flight is not None and (written := flight.written()):
         log.error(f"NCCL's flight recorder: {', '.join(map(str, written))}")
 
 

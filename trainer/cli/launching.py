@@ -191,10 +191,10 @@ def _supervise(job: Job, node: Node, *, processes: int) -> int:
     restarts = config.max_restarts if config.max_restarts is not None else 3 if node.nodes == 1 else 0
     first_rank, trains = node.node_rank * processes, job.command == "train"
     with (
-        agent.flight_recorder(os.environ) if visible_devices(config) else contextlib.nullcontext() as recorder,
+        agent.flight_recorder(os.environ) if visible_devices(config) else contextlib.nullcontext() as flight,
         exposed(config, first_rank=first_rank, wanted=trains) as seen,
     ):
-        _set_environment((recorder.environment if recorder else {}) | seen.environment)
+        _set_environment((flight.environment if flight else {}) | seen.environment)
 
         def launch(run_name: str, causes: Sequence[str]) -> agent.Launch:
             launched = _launch(_again(job, run_name, causes), node, processes=processes)
@@ -207,7 +207,7 @@ def _supervise(job: Job, node: Node, *, processes: int) -> int:
             first_rank=first_rank,
             grace=config.grace,
             max_restarts=restarts if trains else 0,
-            recorder=recorder,
+            flight=flight,
             metrics=seen.recorder,
         )
         seen.recorder.phase(phase_of(code))

@@ -174,9 +174,8 @@ def fit(
                 raise
         if signum or saves:
             with meter.time("save"):
-                save(
-                    last=bool(signum) or state.step == plan.steps
-                )  # rank 0 writes; the others go on to the next collective
+                # Rank 0 writes; the others go on to the next collective.
+                save(last=bool(signum) or state.step == plan.steps)
         if signum:
             raise Stopped(signum)
 

@@ -18,8 +18,11 @@ from trainer.train.plan import Plan
 from trainer.train.split import Waiting
 
 KINDS = ("data", "compute", "agree", "evaluate", "save")
-_PHASES = {"evaluate": Phase.EVALUATION, "save": Phase.SAVING}
-_SEEN: dict[str, Literal["eval", "checkpoint"]] = {"evaluate": "eval", "save": "checkpoint"}
+#: What interrupts training, as the watchers call it, and as the metrics do.
+_PAUSES: dict[str, tuple[Phase, Literal["eval", "checkpoint"]]] = {
+    "evaluate": (Phase.EVALUATION, "eval"),
+    "save": (Phase.SAVING, "checkpoint"),
+}
 
 
 class Meter:
@@ -43,15 +46,16 @@ class Meter:
     @contextlib.contextmanager
     def time(self, kind: str) -> Iterator[None]:
         """Count the time spent inside as `kind`, and tell what is about to begin where it may take longer than a step."""
-        if kind in _PHASES:
-            self._pulse.beat(_PHASES[kind])
-            self._recorder.phase(_SEEN[kind])
+        if kind in _PAUSES:
+            beat, phase = _PAUSES[kind]
+            self._pulse.beat(beat)
+            self._recorder.phase(phase)
         began = time.monotonic()
         try:
             yield
         finally:
             self.seconds[kind] += time.monotonic() - began
-            if kind in _PHASES:
+            if kind in _PAUSES:
                 self._recorder.phase("train")
 
     @property

@@ -19,15 +19,10 @@ from trainer.train import folder as folders
 from trainer.train.loop import State
 from trainer.train.meter import Meter
 from trainer.train.plan import Plan
-from trainer.train.start import Choice, Start, versions
+from trainer.train.start import Choice, Start, identity, versions
 
 FEW_STEPS = 20
-_WORDS = {
-    "data": "waiting for data",
-    "compute": "computing",
-    "evaluate": "evaluating",
-    "save": "saving",
-}
+_WORDS = {"data": "waiting for data", "compute": "computing", "evaluate": "evaluating", "save": "saving"}
 
 
 @dataclass(frozen=True)
@@ -68,13 +63,8 @@ def describe(facts: Facts, state: State) -> None:
 def tell_facts(facts: Facts, folder: Path) -> None:
     """Tell the metrics what is settled before the first step."""
     start, choice, config = facts.start, facts.choice, facts.start.config
-    is_cuda = choice.device.type == "cuda"
-    properties = torch.cuda.get_device_properties(choice.device) if is_cuda else None
-    start.recorder.device(
-        device=str(choice.device),
-        uuid=str(properties.uuid) if properties else "",
-        model=properties.name if properties else "",
-    )
+    model = torch.cuda.get_device_name(choice.device) if choice.device.type == "cuda" else ""
+    start.recorder.device(device=str(choice.device), uuid=identity(choice), model=model)
     how = {"strategy": choice.strategy, "backend": choice.backend or "none", "precision": config.precision}
     start.recorder.run(run=folder.name, model=config.model, dataset=config.dataset, **how)
     world = facts.group.world
@@ -85,9 +75,8 @@ def build_facts() -> dict[str, str]:
     """Return the versions that the metrics tell."""
     found = versions()
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""
-    return {"version": found["trainer"], "torch": found["torch"], "python": found["python"], "nccl": nccl} | {
-        "cuda": found.get("cuda", "")
-    }
+    ours = {"version": found["trainer"], "cuda": found.get("cuda", ""), "nccl": nccl}
+    return ours | {name: found[name] for name in ("torch", "python")}
 
 
 def describe_data(dataset: DataSet, *, warn: bool = True) -> None:

@@ -90,7 +90,10 @@ def run(start: Start) -> None:
     recorder.stage("data")
     start.pulse.beat(Phase.SETUP)
     recorder.phase("rendezvous")
-    with joined(start) as (choice, group), open_folder(start, group) as folder:
+    with (
+        joined(start) as (choice, group),
+        folders.opened(config, sources=start.sources, group=group, stop=lambda: start.stop.signum) as folder,
+    ):
         recorder.stage("rendezvous")
         start.pulse.tell(folder.name)
         if group.from_rank_0(lambda: b"yes" if folders.is_finished(folder) else b""):
@@ -110,11 +113,6 @@ def run(start: Start) -> None:
         start.pulse.beat(Phase.END)
         finish(facts, state, meter=meter, folder=folder)
         recorder.close()
-
-
-def open_folder(start: Start, group: Group) -> contextlib.AbstractContextManager[Path]:
-    """Open and hold the run's folder; where another process holds it, a stop signal ends the wait."""
-    return folders.opened(start.config, sources=start.sources, group=group, stop=lambda: start.stop.signum)
 
 
 def build(start: Start, group: Group) -> tuple[DataSet, Plan, State]:
