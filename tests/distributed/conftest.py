@@ -6,16 +6,17 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import safetensors.torch
@@ -126,6 +127,9 @@ class Job:
                     pipe.close()
 
 
+J = TypeVar("J", bound=Job)
+
+
 @pytest.fixture(scope="session")
 def job_env(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a job's processes."""
@@ -140,6 +144,15 @@ def job_env(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         "OMP_NUM_THREADS": "1",
         "TRAINER_METRICS_PORT": "0",  # tests run side by side, and one port is one run's
     }
+
+
+@contextlib.contextmanager
+def none_left(job: J) -> Iterator[J]:
+    """Give a job; that a process of it is left at the end is a failure."""
+    yield job
+    left = job.left()
+    job.clean_up()
+    assert not left
 
 
 @pytest.fixture
@@ -191,3 +204,13 @@ def reach(process: subprocess.Popen[str], step: int) -> None:
         if line.startswith("{") and "learning_rate" in line and json.loads(line)["step"] >= step:
             return
     raise AssertionError(f"the run ended before step {step}: {process.stderr and process.stderr.read()}")
+
+
+def messages(text: str) -> list[str]:
+    """Return the messages of a log in JSON; there must be no other line."""
+    return [json.loads(line)["message"] for line in text.splitlines()]
+
+
+def saves_apart(lines: Sequence[str]) -> list[str]:
+    """Leave out the messages of steps that are not saved because a save is under way: steps are fast in tests."""
+    return [line for line in lines if not re.fullmatch(r"step \d+ is not saved: .*", line)]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.conftest import PATIENCE_SECONDS, Job, rank_pid, reach, wait_until
+from tests.distributed.conftest import PATIENCE_SECONDS, Job, none_left, rank_pid, reach, wait_until
 
 HOST = socket.gethostname()
 SMALL = ("--limit-train", "64", "--limit-test", "20", "--global-batch-size", "8", "--workers", "0")
@@ -106,11 +106,8 @@ class Ending(Job):
 
 @pytest.fixture
 def job(tmp_path: Path, job_env: dict[str, str]) -> Iterator[Ending]:
-    made = Ending(tmp_path / "job", job_env)
-    yield made
-    left = made.left()
-    made.clean_up()
-    assert not left
+    with none_left(Ending(tmp_path / "job", job_env)) as made:
+        yield made
 
 
 def end(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.conftest import Job, free_port, job_env, new_job
+from tests.distributed.conftest import Job, free_port, job_env, new_job, none_left
 
 __all__ = ["free_port", "job_env", "new_job"]  # fixtures, which pytest finds here
 
@@ -16,11 +16,8 @@ __all__ = ["free_port", "job_env", "new_job"]  # fixtures, which pytest finds he
 @pytest.fixture
 def job(tmp_path: Path, job_env: dict[str, str]) -> Iterator[Job]:
     """Give one job; that a process of it is left when the test ends is a failure."""
-    made = Job(tmp_path / "job", job_env)
-    yield made
-    left = made.left()
-    made.clean_up()
-    assert not left
+    with none_left(Job(tmp_path / "job", job_env)) as made:
+        yield made
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

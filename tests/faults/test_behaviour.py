@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import re
 import resource
 import shutil
 import signal
@@ -16,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.conftest import Job, NewJob, reach
+from tests.distributed.conftest import Job, NewJob, messages, reach, saves_apart
 from trainer import checkpoint
 
 JSON = ("--log-format", "json", "--log-every", "1", "--workers", "0")
@@ -68,15 +66,6 @@ def digest(folder: Path) -> dict[str, tuple[str, int]]:
     }
 
 
-def messages(text: str) -> list[str]:
-    return [json.loads(line)["message"] for line in text.splitlines() if line.startswith("{")]
-
-
-def told(text: str) -> list[str]:
-    """Return the messages but for those of steps that are not saved because a save is under way: steps are fast here."""
-    return [line for line in messages(text) if not re.fullmatch(r"step \d+ is not saved: .*", line)]
-
-
 @pytest.mark.parametrize("as_pid_1", [False, True], ids=["", "as PID 1"])
 def test_a01_sigterm_to_the_entrypoint(as_pid_1: bool, job: Job) -> None:
     if as_pid_1:
@@ -116,7 +105,7 @@ def test_a02_full_disk(job: Job) -> None:
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
     ended = job.outcome(process)
     assert ended.code == 1
-    *warnings, last = told(ended.err)
+    *warnings, last = saves_apart(messages(ended.err))
     assert len(warnings) >= 3  # of --max-failed-saves; the last is also why it ends
     assert all("cannot save checkpoint" in line and "MB are free there" in line for line in (*warnings, last))
     assert str(Path("runs", "job", "checkpoints")) in last
@@ -223,7 +212,7 @@ def test_a17_divergence_ends_all_ranks_before_a_bad_state_is_saved(job: Job) -> 
     options = troubled(job, "nan", at=6, rank=1)
     ended = job.run(*ENDLESS, *TWO, *options, "--checkpoint-every", "1", "--keep", "100")
     assert ended.code == 4
-    (line,) = told(ended.err)
+    (line,) = saves_apart(messages(ended.err))
     assert line.startswith("the loss is not finite at step 6")
     assert 1 <= len(job.saved_steps()) <= job.saved_steps()[-1] <= 5
     for path in checkpoint.find(ended.run / "checkpoints"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import resource
 import shutil
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.conftest import Job, reach, wait_until
+from tests.distributed.conftest import Job, messages, reach, wait_until
 from trainer import checkpoint
 
 FIXED = (
@@ -49,16 +48,12 @@ def slow(job: Job) -> Job:
     return job
 
 
-def told(text: str) -> list[str]:
-    return [json.loads(line)["message"] for line in text.splitlines()]
-
-
 def check_lines(err: str) -> None:
     """Check that each line tells of a save that failed, or of the end of rank 0 for that; they come from several processes."""
     told_by = (
         r"(rank 0 ended: )?cannot save checkpoint runs/job/checkpoints/step-\d+: .*|rank 0 ended first, with code 1 .*"
     )
-    assert [line for line in told(err) if not re.fullmatch(told_by, line)] == []
+    assert [line for line in messages(err) if not re.fullmatch(told_by, line)] == []
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -88,8 +83,8 @@ def test_space_that_comes_back_saves_the_run(slow: Job) -> None:
     limit_files(slow, process, resource.RLIM_INFINITY)
     ended = slow.outcome(process)
     assert ended.code == 0, ended.err
-    assert len(told(ended.err)) >= 2
-    assert all(re.fullmatch(NO_ROOM, line) for line in told(ended.err))
+    assert len(messages(ended.err)) >= 2
+    assert all(re.fullmatch(NO_ROOM, line) for line in messages(ended.err))
     assert slow.saved_steps()[-1] == 80
     assert not list(ended.run.rglob(".tmp-*"))
 
@@ -101,12 +96,12 @@ def test_the_last_save_fails_and_the_next_start_goes_on(slow: Job) -> None:
     ended = slow.outcome(process)
     assert ended.code == 1
     failed = NO_ROOM.replace(r"step-\d+", "step-00000014")
-    assert any(re.fullmatch(failed, line) for line in told(ended.err)), ended.err
+    assert any(re.fullmatch(failed, line) for line in messages(ended.err)), ended.err
     check_lines(ended.err)
     assert slow.saved_steps()[-1] == 10
     again = slow.run(*FIXED, "--steps", "14")
     assert again.code == 0, again.err
-    assert "resumed at step 10" in told(again.out)
+    assert "resumed at step 10" in messages(again.out)
 
 
 def test_a_stop_whose_save_fails_ends_with_1_and_not_as_a_good_stop(slow: Job) -> None:
@@ -143,7 +138,9 @@ def test_a_small_file_system_that_is_full(slow: Job) -> None:
     assert ended.code == 1
     check_lines(ended.err)
     full = r"cannot save checkpoint runs/job/checkpoints/step-\d+: No space left on device; 0\.\d MB are free there; .*"
-    assert sum(re.fullmatch(full, line) is not None for line in told(ended.err)) == 4  # the third is also why it ends
+    assert (
+        sum(re.fullmatch(full, line) is not None for line in messages(ended.err)) == 4
+    )  # the third is also why it ends
     saved = checkpoint.find(slow.folder / "kept" / "checkpoints")
     assert [path.name for path in saved] == ["step-00000010", "step-00000005"]
     for path in saved:
@@ -164,7 +161,7 @@ def test_a_folder_that_cannot_be_written_is_found_at_the_start(name: str, slow: 
     spoil, reason = UNUSABLE[name]
     ended = slow.outcome(in_namespace(slow, f'{{ {spoil}; }} 2>/dev/null; exec "$@"', "--steps", "20"))
     assert ended.code == 2, ended.err
-    (line,) = told(ended.err)
+    (line,) = messages(ended.err)
     assert line.startswith(f"the run folder runs/job cannot be written ({reason}, as uid 0)")
 
 
@@ -177,7 +174,7 @@ def test_a_folder_that_turns_read_only_ends_the_run_and_keeps_what_was_saved(slo
     ended = slow.outcome(in_namespace(slow, turn, "--steps", "1000", "--max-failed-saves", "2"))
     assert ended.code == 1, ended.err
     check_lines(ended.err)
-    assert sum("Read-only file system" in line for line in told(ended.err)) >= 3
+    assert sum("Read-only file system" in line for line in messages(ended.err)) >= 3
     saved = checkpoint.find(slow.folder / "kept")
     assert len(saved) == 2
     for path in saved:

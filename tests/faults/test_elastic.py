@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.conftest import Job, NewJob, Outcome, rank_pid, wait_until
+from tests.distributed.conftest import Job, NewJob, Outcome, messages, rank_pid, saves_apart, wait_until
 
 FIXED = (
     "--log-format", "json", "--log-every", "1", "--workers", "0", "--limit-train", "600", "--limit-test", "20",
@@ -37,12 +37,6 @@ def worlds(outs: list[str]) -> list[int]:
     told = [json.loads(line) for out in outs for line in out.splitlines() if line.startswith("{")]
     told = [line for line in told if re.match(r"\d+ ranks? on \d+ nodes?, ", line["message"])]
     return [int(line["message"].split()[0]) for line in sorted(told, key=lambda line: line["time"])]
-
-
-def messages(text: str) -> list[str]:
-    """Return the messages but for those of steps that are not saved because a save is under way: steps are fast here."""
-    told = [json.loads(line)["message"] for line in text.splitlines()]
-    return [line for line in told if not re.match(r"step \d+ is not saved: ", line)]
 
 
 def received(outcome: Outcome) -> set[str]:
@@ -121,7 +115,7 @@ def test_a_stop_of_one_node_stops_all_after_a_save(signum: signal.Signals, job: 
     nodes = [node(job, free_port, steps=1_000_000, nodes="2:2") for _ in range(2)]
     wait_until(lambda: job.saved_steps(), seconds=60)
     nodes[1].send_signal(signum)
-    errors = [messages(process.communicate(timeout=60)[1]) for process in nodes]
+    errors = [saves_apart(messages(process.communicate(timeout=60)[1])) for process in nodes]
     assert ([process.returncode for process in nodes], errors) == ([128 + signum] * 2, [[], []])
     wait_until(lambda: not job.left(), seconds=5)
     assert job.saved_steps()
@@ -155,7 +149,7 @@ NOBODY = (
 @pytest.mark.parametrize(("endpoint", "line"), [("127.0.0.1", WAITED), (ELSEWHERE, NOBODY)])
 def test_a_node_to_which_no_others_come_says_so(endpoint: str, line: str, job: Job, free_port: int) -> None:
     ended = job.outcome(node(job, free_port, "--rendezvous-seconds", "2", nodes="2:3", endpoint=endpoint))
-    assert (ended.code, messages(ended.err)) == (170, [line.format(free_port)])
+    assert (ended.code, saves_apart(messages(ended.err))) == (170, [line.format(free_port)])
 
 
 def test_a_rank_that_is_killed_is_told_and_started_anew(job: Job, free_port: int) -> None:
@@ -163,7 +157,7 @@ def test_a_rank_that_is_killed_is_told_and_started_anew(job: Job, free_port: int
     wait_until(lambda: job.saved_steps(), seconds=60)
     os.kill(rank_pid(process.pid, 0), signal.SIGKILL)
     ended = job.outcome(process)
-    assert (ended.code, messages(ended.err)) == (0, ["local rank 0 ended first, killed by SIGKILL"])
+    assert (ended.code, saves_apart(messages(ended.err))) == (0, ["local rank 0 ended first, killed by SIGKILL"])
     assert ended.summary["steps"] == 300
     assert len(received(ended)) == 300 * 30
 
@@ -199,7 +193,7 @@ def test_what_an_elastic_run_cannot_be_is_said_before_it_starts(options: tuple[s
     elastic = {"PET_NNODES": "1:2", "PET_RDZV_ENDPOINT": "127.0.0.1:29555"}
     ended = job.run(*FIXED, *options, env=elastic)
     assert ended.code == 2
-    (line,) = messages(ended.err)
+    (line,) = saves_apart(messages(ended.err))
     assert words in line
 
 
@@ -214,4 +208,4 @@ def test_when_the_node_that_holds_the_rendezvous_is_lost_the_others_end(new_slow
     _, err = second.communicate(timeout=60)
     assert second.returncode == 170, err
     told = f"the nodes that met at 127.0.0.1:{free_port}, or the one that holds their rendezvous, have ended: "
-    assert messages(err)[-1].startswith(told)
+    assert saves_apart(messages(err))[-1].startswith(told)

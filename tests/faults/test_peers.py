@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.conftest import Job, reach, wait_until
+from tests.distributed.conftest import Job, messages, reach, wait_until
 
 LIMIT_SECONDS, MORE_SECONDS = 8, 15
 FIXED = (
@@ -81,10 +80,6 @@ def network() -> Iterator[Network]:
         yield made
     finally:
         made.remove()
-
-
-def messages(err: str) -> list[str]:
-    return [json.loads(line)["message"] for line in err.splitlines()]
 
 
 LOST = r"lost rank {} \(on \S+\)(, which holds the ranks' store,)? in (step \d+|the evaluation .*)"
