@@ -11,7 +11,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from multiprocessing import active_children
+from multiprocessing import active_children, current_process
+from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,27 @@ def test_a_batch_that_does_not_come_is_waited_for_until_there_is_a_stop(monkeypa
     assert "did not come after the stop signal" in str(late.error)
     assert late.images.shape == (8, *SHAPE)
     assert len(asked) == 5
+
+
+def test_a_process_that_never_starts_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "JOIN_SECONDS", 0.3)
+    monkeypatch.setattr(loader, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(loader, "START_SECONDS", 1.0)
+    parent = os.getpid()
+
+    class Fork:
+        def hang_every_second(self) -> None:
+            if os.getpid() != parent and current_process().name.endswith(("2", "4", "6", "8", "0")):
+                time.sleep(3600)
+
+    fork = Fork()  # forgotten with this name
+    register_after_fork(fork, Fork.hang_every_second)
+    with train(make_dataset(own=True), workers=2, steps=100) as batches:
+        ends = [batch for batch, _ in zip(batches, range(3), strict=False) if batch.error]
+    assert {(batch.error, batch.code) for batch in ends} == {
+        ("a loader process has not started in 1 s; --workers 0 loads without them", 1)
+    }
+    assert not active_children()
 
 
 def test_workers_outlive_stop_signals_to_the_whole_group() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import mmap
 import os
 import shutil
 import signal
@@ -33,6 +34,7 @@ MOST_WORKERS = 8
 PREFETCH = 2  # batches that each worker has ready
 LOOK_SECONDS = 1.0  # between two looks, while a batch does not come: do the processes live, is it time to stop
 JOIN_SECONDS = 2.0
+START_SECONDS = 10.0  # a loader process starts in milliseconds, or, see _QUIET_SECONDS, never
 _QUIET_SECONDS = 0.01
 SHARED_MEMORY = Path("/dev/shm")
 RANKS_PER_NODE = 8  # so many ranks are taken to share it, at most
@@ -119,6 +121,8 @@ class _Loader(Iterator[Batch]):
         self._end: tuple[str, int] | None = None
         work.piped = not _fits_shared_memory(work, workers)
         others = active_children()
+        self._started = mmap.mmap(-1, max(1, workers))  # shared with the processes: each sets its byte
+        self._forked_at = time.monotonic()
         # CPython before 3.11.8 and 3.12.1 waits for ever in a process forked while another thread makes or drops its state, as gloo's
         # do when they let go of a collective that has just ended: they have done so by then.
         time.sleep(_QUIET_SECONDS)
@@ -133,7 +137,7 @@ class _Loader(Iterator[Batch]):
                 pin_memory=pin,
                 timeout=LOOK_SECONDS,
                 multiprocessing_context="fork",  # a data set of the user's need not be picklable, and arrays are shared
-                worker_init_fn=functools.partial(_start_worker, parent=os.getpid()),
+                worker_init_fn=functools.partial(_start_worker, parent=os.getpid(), started=self._started),
                 generator=torch.Generator(),  # else it draws from the global one, whose state belongs to the model
             )
             self._iterator: Iterator[Batch | Arrays] | None = iter(loader)
@@ -154,6 +158,9 @@ class _Loader(Iterator[Batch]):
         """Return a line and an exit code, or None where the batch is only late: then waiting goes on."""
         if not str(error).startswith("DataLoader timed out"):  # torch's own words; a process's error begins otherwise
             line = f"a loader process failed at step {step + 1}: {_line(error)}; --workers 0 loads without them"
+            return line, codes.UNEXPECTED
+        if b"\0" in self._started[: len(self._processes)] and time.monotonic() > self._forked_at + START_SECONDS:
+            line = f"a loader process has not started in {START_SECONDS:.0f} s; --workers 0 loads without them"
             return line, codes.UNEXPECTED
         if signum := self._stopped():
             return (
@@ -218,8 +225,9 @@ def _shielded() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _start_worker(worker: int, *, parent: int) -> None:
+def _start_worker(worker: int, *, parent: int, started: mmap.mmap) -> None:
     """Let a loader process ignore stop signals, which are for the trainer, and die with the trainer (Linux)."""
+    started[worker] = 1
     signal.set_wakeup_fd(-1)  # it is the trainer's
     for number in SHIELDED:
         signal.signal(number, signal.SIG_IGN)
