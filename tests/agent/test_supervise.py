@@ -83,6 +83,12 @@ def test_a_killed_child_is_137_and_named(node: AgentRun) -> None:
     assert " in <module>" in err
 
 
+def test_ranks_that_still_start_are_not_left_waiting_for_a_killed_one(node: AgentRun) -> None:
+    node.start("pulse(600)\nready()\ntime.sleep(600)", peer_seconds=600)
+    os.kill(node.ready(0, 1)[1], signal.SIGKILL)
+    assert node.end()[0] == 137
+
+
 def test_a_crash_is_told_as_a_shell_tells_it(node: AgentRun) -> None:
     code, _, err = node.run("os.kill(os.getpid(), signal.SIGSEGV)", ranks=1)
     assert code == 139

@@ -13,14 +13,16 @@ from trainer import codes, log
 from trainer.agent.ends import Ends, meaning
 from trainer.agent.flight import FlightRecorder
 from trainer.agent.hangs import Hangs, show_stacks
-from trainer.beat import Records
+from trainer.beat import Phase, Records
 from trainer.metrics import AgentRecorder, reason_of
 
 #: What the agent waits for; blocked in it.
 SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
 #: How long the other ranks may take to notice that one has failed, before they are killed. Where that one has lost a peer,
-#: it has waited a whole limit, and the others with it: who is left then is the one it waited for.
-_PEER_SECONDS, _SAME_PEER_SECONDS = 20.0, 4.0
+#: it has waited a whole limit, and the others with it: who is left then is the one it waited for. While ranks start they may wait
+#: for each other by nothing that tells them of a killed one.
+_PEER_SECONDS, _SAME_PEER_SECONDS, _START_PEER_SECONDS = 20.0, 4.0, 2.0
+_STARTING = (Phase.SETUP, Phase.PREPARE)
 #: How long a killed rank may take to be gone; freeing much memory takes seconds, a call to a dead disk or device has no end.
 _GONE_SECONDS = 30.0
 
@@ -76,9 +78,22 @@ def watch(
             _forward(max(stopped) - 128, running, ends)
         if deadline is None and (ends.stop or any(ends.codes.values())):
             # After a stop rank 0 saves; after anything else there is nothing to wait for.
-            after_failure = _PEER_SECONDS if ends.first else _SAME_PEER_SECONDS
-            deadline = time.monotonic() + (grace if ends.stop else after_failure)
+            deadline = time.monotonic() + (grace if ends.stop else _peer_seconds(ends, running, records))
     return ends
+
+
+def _peer_seconds(ends: Ends, running: Sequence[Child], records: Records | None) -> float:
+    """Return how long those that still run may take to end by themselves after a failure."""
+    if ends.first is None:
+        return _SAME_PEER_SECONDS
+    was_killed = (
+        ends.first[1] not in codes.MEANINGS
+    )  # else the ranks that start may still have a line of their own to say
+    if records is not None and was_killed:
+        signs = records.read()
+        if all(signs[child.index].phase in _STARTING for child in running):
+            return min(_PEER_SECONDS, _START_PEER_SECONDS)
+    return _PEER_SECONDS
 
 
 def _receive(seconds: float) -> int:
