@@ -44,8 +44,7 @@ OPTIONS = (
 )  # fmt: skip
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kills", [10, pytest.param(30, marks=pytest.mark.timeout(900))])
+@pytest.mark.parametrize("kills", [10, pytest.param(30, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
 def test_a_run_that_is_killed_again_and_again_ends_as_the_unbroken_one(
     kills: int, job: Job, new_job: NewJob, record_property: Callable[[str, object], None]
 ) -> None:
